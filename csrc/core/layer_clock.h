@@ -1,0 +1,85 @@
+// The consistency protocol between GPUs (reading weights, writing gradients) and the optimizer (reading gradients,
+// writing weights), one clock for each unit of weights that is always moved together.
+//
+// Note [The five rules]
+//   1. weights are overwritten (published) only after every upload that must still see the old ones has finished;
+//   2. an upload starts only when the weights it must see are complete;
+//   3. the optimizer takes gradients only when they are complete on the host;
+//   4. gradients are overwritten only after the optimizer has taken them and after any load of the old sum;
+//   5. publishes, and takes, of one unit run in the order in which they were issued.
+// Counters only grow. A ticket is issued on the caller's thread in program order and captures the counts it must wait
+// for, so nothing is ever computed from an iteration number. After a failure outstanding tickets are completed as
+// poisoned, never reset: whoever waits for one in the same epoch gets kPoisoned; new_epoch(), called once all is
+// drained, ends the effect.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+namespace roundpipe {
+
+class HappensBefore;
+
+enum class TicketKind : std::uint8_t { kUpload, kPublish, kGradientLoad, kGradientWrite, kGradientTake };
+inline constexpr std::size_t kTicketKinds = 5;
+
+struct Ticket {
+  TicketKind kind{};
+  std::uint64_t number = 0;                             // 1-based within its kind
+  std::uint64_t epoch = 0;
+  std::array<std::uint64_t, kTicketKinds> waits{};      // completed count of each kind that must be reached
+};
+
+enum class TicketState : std::uint8_t { kWaiting, kReady, kPoisoned };
+
+class LayerClock {
+ public:
+  explicit LayerClock(HappensBefore* checker = nullptr);
+  ~LayerClock();
+  LayerClock(const LayerClock&) = delete;
+  LayerClock& operator=(const LayerClock&) = delete;
+
+  // upload waits for all issued publishes (2). publish waits for all issued uploads (1) and publishes (5).
+  // gradient load waits for all issued gradient writes. gradient write waits for all issued takes and loads (4) and, for
+  // shared units, writes. take waits for all issued writes (3) and takes (5).
+  Ticket issue(TicketKind kind);
+
+  TicketState state(const Ticket& ticket);  // kReady also makes the calling thread acquire what it waited for
+  TicketState wait(const Ticket& ticket, std::chrono::milliseconds timeout);  // kWaiting: timed out
+  void complete(const Ticket& ticket);
+  void poison(const Ticket& ticket);
+  void new_epoch();  // requires that every issued ticket is complete or poisoned
+
+  std::uint64_t issued(TicketKind kind) const;
+  std::uint64_t completed(TicketKind kind) const;
+
+  // Called after every completion, outside the lock; used to wake transfer lanes. Set before the first ticket.
+  void set_observer(std::function<void()> observer);
+
+  // Tests only: rule 1..5 no longer waits, so that the checker can be seen to notice.
+  void drop_rule_for_test(int rule);
+
+ private:
+  struct Counter {
+    std::uint64_t issued = 0;
+    std::uint64_t completed = 0;
+  };
+  TicketState state_locked(const Ticket& ticket) const;
+  void finish(const Ticket& ticket, bool poisoned);
+
+  mutable std::mutex mutex_;  // guards everything below
+  std::condition_variable advanced_;
+  std::array<Counter, kTicketKinds> counters_{};
+  std::uint64_t epoch_ = 0;
+  std::vector<Ticket> poisoned_;  // of the current epoch
+  std::array<bool, 6> dropped_rules_{};
+  std::function<void()> observer_;
+  HappensBefore* checker_;
+};
+
+}  // namespace roundpipe

@@ -1,0 +1,88 @@
+// Moves bytes between the host and one device. Four lanes ({up, down} x {activations, bulk}), each a FIFO with a stream
+// and a thread of its own, so that an activation never queues behind a gigabyte of weights.
+//
+// Note [Lanes]
+//   The bulk lanes copy in chunks with a bounded number in flight: that bound is all the delay an activation can suffer
+//   from sharing the link. Within a lane requests start strictly in the order of submission; the head waits until its
+//   `ready` says so. A hand-over is (issued, event): an event may be waited on only after it was recorded, so a consumer
+//   first waits on the host until the last chunk was issued, then lets its stream wait for the event.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/backend.h"
+
+namespace roundpipe {
+
+enum class Lane : std::uint8_t { kActivations, kBulk };
+enum class Traffic : std::uint8_t { kWeights, kGradients, kActivations, kBuffers, kInputs };
+inline constexpr std::size_t kTrafficKinds = 5;
+
+struct CopySegment {
+  void* dst;
+  const void* src;
+  std::size_t bytes;
+};
+
+enum class Readiness : std::uint8_t { kNotYet, kReady, kPoisoned };
+
+// One submitted request, as its consumers see it.
+class Handover {
+ public:
+  virtual ~Handover() = default;
+  // True once the last copy is issued (or the request failed); false on time-out. Rethrows the request's failure.
+  virtual bool wait_issued(std::chrono::milliseconds timeout) = 0;
+  // `stream` continues after the last copy. Requires issued.
+  virtual void order_after(Stream& stream) = 0;
+  // True once the host has seen the last copy complete; false on time-out. Rethrows the request's failure.
+  virtual bool wait_complete(std::chrono::milliseconds timeout) = 0;
+  virtual bool complete() const noexcept = 0;  // finished, well or not: no copy of this request can touch memory any more
+};
+
+struct TransferRequest {
+  Direction direction = Direction::kHostToDevice;
+  Lane lane = Lane::kBulk;
+  Traffic traffic = Traffic::kWeights;
+  std::vector<CopySegment> segments;                // zero bytes in total is legal: completes like any other
+  std::function<Readiness()> ready;                 // asked on the lane's thread, must not block; empty: ready
+  std::function<void(Stream&)> before;              // once, just before the first copy: stream waits, zero fills
+  std::function<void(std::exception_ptr)> finished; // once, on the lane's thread; null: the host saw it complete
+  std::shared_ptr<void> keep_alive;                 // dropped after `finished`
+};
+
+struct TransferOptions {
+  std::size_t chunk_bytes = std::size_t{16} << 20;
+  std::size_t bulk_chunks_in_flight = 3;
+  std::size_t activation_copies_in_flight = 8;
+};
+
+class TransferEngine {
+ public:
+  explicit TransferEngine(Device& device, const TransferOptions& options = {});
+  ~TransferEngine();  // as shutdown()
+
+  // `block_while_over_bytes`: back-pressure; blocks while more bytes than this are queued or in flight on that lane
+  // (0: never). Throws Error after shutdown.
+  std::shared_ptr<Handover> submit(TransferRequest request, std::size_t block_while_over_bytes = 0);
+
+  void poke();  // something that a `ready` may depend on has changed
+  bool drain(std::chrono::milliseconds timeout);  // all submitted requests have finished
+  void shutdown() noexcept;  // unfinished requests fail with Poisoned; joins the threads
+
+  std::uint64_t bytes(Direction direction, Traffic traffic) const;  // issued since construction or the last reset
+  std::uint64_t copies(Direction direction) const;
+  void reset_counters();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace roundpipe

@@ -1,0 +1,74 @@
+// Every operator of torch.ops.roundpipe, grouped. Implementations stand beside their concept in csrc/ops/*.cpp.
+//
+// Handles are integers of a typed registry that refuses stale and foreign ones. Waits take milliseconds, release the
+// interpreter lock and return false on time-out, so that the caller can look for signals between slices.
+#pragma once
+
+// clang-format off
+#define ROUNDPIPE_SCHEMAS(def)                                                                                        \
+  /* -- host memory ------------------------------------------------------------------------------------------- */   \
+  def("host_empty(int[] size, ScalarType dtype) -> Tensor")            /* zero-filled, pinned for the open engine */  \
+  def("host_stats() -> int[]")                                         /* HostArenaStats, in order */                 \
+  /* -- engine and devices ------------------------------------------------------------------------------------ */   \
+  /* kind "cuda" | "host"; devices: driver ordinals, or 0..n-1 */                                                     \
+  def("engine_open(str kind, int[] devices, int memory_limit_bytes, bool check) -> int")                             \
+  def("engine_close(int engine) -> ()")                                                                              \
+  def("engine_set_stream(int engine, int device, int stream) -> ()")   /* native compute stream, before any job */    \
+  def("engine_set_region(int engine, int device, Tensor region) -> ()") /* uint8; the engine holds the tensor */      \
+  def("engine_bytes(int engine, int device) -> int[]")                 /* 2 directions x 5 kinds of traffic */        \
+  def("engine_reset_bytes(int engine) -> ()")                                                                        \
+  def("engine_poke(int engine) -> ()")                                                                               \
+  def("engine_wait_idle(int engine, int timeout_ms) -> bool")          /* no open job, no copy under way */           \
+  def("engine_reports(int engine) -> str")                             /* races found, one a line; taken */           \
+  def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us | "fail_copy" n */           \
+  def("engine_live(int engine) -> int[]")        /* records, record bytes, peak record bytes, open jobs, handles */   \
+  /* -- units and tickets ------------------------------------------------------------------------------------- */   \
+  /* weights: host tensors (any dtype, contiguous) at `offsets` of the packed image of weight_bytes */                \
+  def("unit_open(int engine, Tensor[] weights, int[] offsets, int weight_bytes, int gradient_bytes) -> int")         \
+  def("unit_close(int unit) -> ()")                                                                                  \
+  def("unit_counters(int unit) -> int[]")                              /* issued x5, completed x5 */                  \
+  def("unit_new_epoch(int unit) -> ()")                                                                              \
+  def("unit_drop_rule(int unit, int rule) -> ()")                      /* tests */                                    \
+  def("ticket_issue(int unit, int kind) -> int")                                                                     \
+  def("ticket_wait(int ticket, int timeout_ms) -> int")                /* TicketState */                              \
+  def("ticket_finish(int ticket, bool poisoned) -> ()")                /* the handle ends */                          \
+  /* -- jobs: stages streamed to a device --------------------------------------------------------------------- */   \
+  /* loads/stores: gradient images (uint8, empty = none); a unit with an empty store has no gradients in this job */   \
+  def("job_open(int engine, int device, int[] units, Tensor[] loads, Tensor[] stores) -> int")                       \
+  def("job_wait_unit(int job, int index, int timeout_ms) -> int[]")    /* done, weights offset, gradients offset|-1 */ \
+  def("job_weights_done(int job, int index) -> ()")                                                                  \
+  def("job_gradients_done(int job, int index) -> ()")                                                                \
+  def("job_close(int job) -> ()")                                      /* the handle stays until job_forget */        \
+  def("job_abort(int job) -> ()")                                                                                    \
+  def("job_wait_gradients(int job, int timeout_ms) -> bool")           /* every download finished; rethrows failure */ \
+  def("job_forget(int job) -> ()")                                                                                   \
+  /* -- activations ------------------------------------------------------------------------------------------- */   \
+  /* contiguous device tensors; seed is returned by recompute_begin */                                                \
+  def("stash(int engine, int device, Tensor[] tensors, int traffic, int seed) -> int")                               \
+  def("stash_host(int engine, Tensor[] tensors) -> int")               /* contiguous host tensors, copied now */       \
+  def("record_order_after_read(int record, int device, int timeout_ms) -> bool")                                     \
+  def("record_wait(int record, int timeout_ms) -> bool")               /* all bytes on the host */                    \
+  def("record_host(int record) -> Tensor[]")           /* after record_wait: over the record's memory, which they hold */ \
+  def("record_drop(int record) -> ()")                                                                               \
+  def("fetch_start(int engine, int device, int record, Tensor[] targets, int traffic) -> int")                       \
+  def("fetch_wait(int fetch, int timeout_ms) -> bool")                 /* compute continues after it; handle ends */   \
+  def("fetch_cancel(int fetch) -> ()")                                 /* the handle ends, whatever its state */       \
+  /* recompute of one (microbatch, layer): targets as for fetch_start; end waits (compute order) and gives the seed */ \
+  def("recompute_begin(int engine, int device, int record, Tensor[] targets) -> int")                                \
+  def("recompute_end(int recompute, int timeout_ms) -> int[]")         /* done, seed; the record is dropped */         \
+  def("declare_access(int engine, int device, Tensor tensor, bool write) -> ()")   /* checker: compute touches it */   \
+  /* -- optimizer queue --------------------------------------------------------------------------------------- */   \
+  /* element-wise targets[i] = / += convert(sources[i]); ticket 0 = none; the ticket's handle ends with the update */   \
+  def("update_convert(int engine, int ticket, Tensor[] sources, Tensor[] targets, int[] accumulate) -> int")         \
+  def("update_wait(int engine, int update, int timeout_ms) -> bool")                                                 \
+  /* -- errors, facts, trace ---------------------------------------------------------------------------------- */   \
+  def("error_take() -> str")                     /* kind \x1f number \x1f message of this thread's last failure */     \
+  def("build_facts() -> str")                                                                                        \
+  def("cuda_driver() -> str")                                          /* empty: available; else why not */            \
+  def("isa_names() -> str")                                            /* comma separated, best first, supported */    \
+  def("isa_active() -> str")                                                                                         \
+  def("isa_force(str name) -> ()")                                     /* empty: automatic */                          \
+  def("convert(Tensor source, Tensor(a!) target, bool accumulate) -> ()")                                            \
+  def("trace_start(int capacity) -> ()")                                                                             \
+  def("trace_stop() -> str")                                           /* one span a line, tab separated */
+// clang-format on
