@@ -12,18 +12,20 @@
 namespace roundpipe {
 
 struct HostArenaOptions {
-  std::size_t mapping_bytes = std::size_t{64} << 20;  // small requests share mappings of this size; larger get their own
+  // Requests of up to a quarter of this share mappings of about this size; larger ones get their own.
+  std::size_t mapping_bytes = std::size_t{64} << 20;
   std::size_t keep_free_bytes = std::size_t{512} << 20;  // wholly free mappings up to this total are kept (hysteresis)
   bool huge_pages = true;
+  std::size_t registration_bytes = std::size_t{64} << 30;  // the largest piece registered at once
 };
 
 struct HostArenaStats {
-  std::size_t reserved_bytes = 0;    // mapped
-  std::size_t registered_bytes = 0;  // page-locked with the backend
-  std::size_t used_bytes = 0;        // handed out, rounded to 256
-  std::size_t quarantined_bytes = 0;
+  std::size_t reserved_bytes = 0;     // mapped
+  std::size_t registered_bytes = 0;   // page-locked with the backend
+  std::size_t used_bytes = 0;         // handed out and not retired, rounded to 256
+  std::size_t quarantined_bytes = 0;  // retired and perhaps still read, rounded to 256
   std::size_t peak_used_bytes = 0;
-  std::uint64_t allocations = 0;     // ever
+  std::uint64_t allocations = 0;  // ever
 };
 
 class HostArena;
@@ -48,10 +50,14 @@ class HostBlock {
   std::size_t bytes_ = 0;
 };
 
+// Note [Whose memory after a fork]
+//   A forked child does not have the mappings (MADV_DONTFORK) and must not talk to the driver or wait for threads that
+//   it does not have. So in a child blocks and arena leak everything on purpose, and allocate() throws.
 class HostArena : public std::enable_shared_from_this<HostArena> {
  public:
-  // `backend` may be null (unpinned) and must outlive the arena's mappings.
+  // `backend` may be null (unpinned); it is held as long as the arena.
   static std::shared_ptr<HostArena> make(std::shared_ptr<Backend> backend, const HostArenaOptions& options = {});
+  // Waits up to two seconds for quarantined blocks to become safe, then leaks those that did not.
   ~HostArena();
 
   // `zeroed`: the bytes are 0. Throws HostOutOfMemory with bytes asked, MemAvailable and the cgroup limit before the
@@ -64,6 +70,7 @@ class HostArena : public std::enable_shared_from_this<HostArena> {
   friend class HostBlock;
   HostArena(std::shared_ptr<Backend> backend, const HostArenaOptions& options);
   void free(void* data, std::size_t bytes) noexcept;
+  void quarantine(void* data, std::size_t bytes, std::function<bool()> safe);
   struct State;
   std::unique_ptr<State> state_;
 };
