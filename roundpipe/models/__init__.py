@@ -1,0 +1,1 @@
+"""Building blocks for language models that are trained through RoundPipe."""
