@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "core/happens_before.h"
+#include "core/saturating_deadline.h"
 
 namespace roundpipe {
 namespace {
@@ -95,9 +96,7 @@ TicketState LayerClock::state(const Ticket& ticket) {
 }
 
 TicketState LayerClock::wait(const Ticket& ticket, std::chrono::milliseconds timeout) {
-  // Clamped so that a caller's "for ever" cannot overflow the deadline.
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::min(timeout, std::chrono::milliseconds(std::chrono::hours(24)));
+  const auto deadline = saturating_deadline(timeout);
   TicketState state = TicketState::kWaiting;
   {
     std::unique_lock lock(mutex_);

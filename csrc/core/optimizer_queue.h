@@ -5,12 +5,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/backend.h"
 #include "core/layer_clock.h"
 #include "core/weight_unit.h"
 
@@ -27,27 +29,34 @@ struct Update {
   std::shared_ptr<WeightUnit> unit;
   std::optional<Ticket> ticket;  // waited for, and completed (or poisoned) afterwards
   std::size_t elements = 0;
-  std::size_t grain = std::size_t{1} << 16;                       // smallest slice
-  std::function<void(std::size_t begin, std::size_t end)> body;   // called concurrently on disjoint slices
+  // Smallest slice; every slice begins at a multiple of it.
+  std::size_t grain = std::size_t{1} << 16;
+  // Called concurrently on disjoint slices; dropped before the update counts as ended.
+  std::function<void(std::size_t begin, std::size_t end)> body;
   std::vector<HostAccess> accesses;
 };
 
 class OptimizerQueue {
  public:
-  // threads == 0: the hardware threads less two (for device workers), at least one; ROUNDPIPE_OPTIMIZER_THREADS.
+  // threads == 0: ROUNDPIPE_OPTIMIZER_THREADS, or the processors of this process less two (for device workers), at least
+  // one. The dispatcher is one of them.
   OptimizerQueue(std::size_t threads, HappensBefore* checker);
   ~OptimizerQueue();
 
-  std::uint64_t submit(Update update);  // a number that only grows
+  // A number that only grows, from 1. Throws Error after shutdown.
+  std::uint64_t submit(Update update);
   // True once this update and all before it have ended; false on time-out. Rethrows the failure of this update (Poisoned
-  // if its ticket was); other updates go on.
+  // if its ticket was), once; other updates go on.
   bool wait(std::uint64_t number, std::chrono::milliseconds timeout);
+  // The oldest failure that no wait() has thrown yet, or null: for whoever ends a phase without waiting for each number.
+  // Of more than a few thousand such failures the first and the newest are kept.
+  std::exception_ptr take_failure();
   std::size_t threads() const;
-  void shutdown() noexcept;  // pending updates are poisoned
+  void shutdown() noexcept;  // the update that runs ends well, pending ones are poisoned; joins the threads
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  std::shared_ptr<State> state_;  // shared with the dispatcher, on which the last owner of the queue may die
 };
 
 }  // namespace roundpipe

@@ -1,0 +1,274 @@
+#include "core/optimizer_queue.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "core/errors.h"
+#include "core/happens_before.h"
+#include "core/saturating_deadline.h"
+#include "core/slice_pool.h"
+#include "core/trace.h"
+
+namespace roundpipe {
+namespace {
+
+constexpr std::size_t kMaxFailures = 4096;
+constexpr std::chrono::milliseconds kLookForShutdown{20};
+
+std::size_t processors() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) {
+    return static_cast<std::size_t>(CPU_COUNT(&set));
+  }
+  return std::max(1U, std::thread::hardware_concurrency());
+}
+
+std::size_t choose_threads(std::size_t asked) {
+  if (asked != 0) return asked;
+  const char* text = std::getenv("ROUNDPIPE_OPTIMIZER_THREADS");
+  if (text == nullptr || *text == '\0') return std::max<std::size_t>(processors(), 3) - 2;
+  std::size_t threads = 0;
+  const char* end = text + std::strlen(text);
+  const auto parsed = std::from_chars(text, end, threads);
+  RP_REQUIRE(parsed.ec == std::errc() && parsed.ptr == end && threads >= 1 && threads <= 1024,
+             "ROUNDPIPE_OPTIMIZER_THREADS is \"" + std::string(text) +
+                 "\", expected a number of threads from 1 to 1024; unset it for the default");
+  return threads;
+}
+
+}  // namespace
+
+struct OptimizerQueue::State {
+  struct Pending {
+    std::uint64_t number;
+    Update update;
+  };
+
+  State(std::size_t threads, HappensBefore* checker_) : checker(checker_), pool(threads, checker_) {}
+  ~State() {
+    if (checker == nullptr) return;
+    for (const char& token : ended_tokens) checker->forget_token(&token);
+  }
+
+  void dispatch();
+  void execute(Pending& pending);
+  TicketState wait_for_ticket(const Update& update);
+  void run_body(Pending& pending);
+  void remember(std::uint64_t number, std::exception_ptr failure);
+
+  HappensBefore* const checker;
+  SlicePool pool;
+  const pid_t owner = getpid();
+  std::thread dispatcher;
+
+  std::mutex mutex;                   // guards everything below
+  std::condition_variable submitted;  // to the dispatcher: an update, or stop
+  std::condition_variable ended_one;  // to wait(): an update has ended
+  // By address, because each is the token through which its update comes after what its submitter did.
+  std::deque<std::unique_ptr<Pending>> pending;
+  std::uint64_t issued = 0;
+  std::uint64_t ended = 0;  // FIFO: updates 1..ended have ended
+  bool stop = false;
+  std::map<std::uint64_t, std::exception_ptr> failures;  // not thrown yet
+  // Tokens of the ends of the last updates, by number modulo their count: whoever waits for one is ordered after it
+  // and, in the checker's eyes, not after those that happen to have ended since.
+  std::array<char, 256> ended_tokens{};
+};
+
+OptimizerQueue::OptimizerQueue(std::size_t threads, HappensBefore* checker)
+    : state_(std::make_shared<State>(choose_threads(threads), checker)) {
+  state_->dispatcher = std::thread([state = state_] { state->dispatch(); });
+}
+
+OptimizerQueue::~OptimizerQueue() {
+  if (getpid() != state_->owner) {
+    // A forked child does not have the threads: neither they nor what pending updates hold may be touched.
+    static_cast<void>(new std::shared_ptr<State>(state_));
+    return;
+  }
+  shutdown();
+}
+
+std::uint64_t OptimizerQueue::submit(Update update) {
+  RP_REQUIRE(update.elements == 0 || update.body,
+             "OptimizerQueue: an update of " + std::to_string(update.elements) + " elements needs a body");
+  RP_REQUIRE(!update.ticket || update.unit, "OptimizerQueue: an update with a ticket needs the unit that issued it");
+  auto pending = std::make_unique<State::Pending>(State::Pending{0, std::move(update)});
+  State& state = *state_;
+  if (state.checker != nullptr) state.checker->release(pending.get(), state.checker->this_thread());
+  std::uint64_t number;
+  {
+    std::lock_guard lock(state.mutex);
+    if (state.stop) {
+      if (state.checker != nullptr) state.checker->forget_token(pending.get());
+      throw Error("OptimizerQueue: submit() after shutdown; open a new engine");
+    }
+    number = ++state.issued;
+    pending->number = number;
+    state.pending.push_back(std::move(pending));
+  }
+  state.submitted.notify_one();
+  return number;
+}
+
+bool OptimizerQueue::wait(std::uint64_t number, std::chrono::milliseconds timeout) {
+  State& state = *state_;
+  std::exception_ptr failure;
+  {
+    std::unique_lock lock(state.mutex);
+    RP_REQUIRE(number >= 1 && number <= state.issued, "OptimizerQueue: wait for update " + std::to_string(number) +
+                                                          ", but 1.." + std::to_string(state.issued) +
+                                                          " were submitted");
+    const auto deadline = saturating_deadline(timeout);
+    if (!state.ended_one.wait_until(lock, deadline, [&] { return state.ended >= number; })) return false;
+    const auto found = state.failures.find(number);
+    if (found != state.failures.end()) {
+      failure = found->second;
+      state.failures.erase(found);
+    }
+  }
+  if (state.checker != nullptr) {
+    state.checker->acquire(&state.ended_tokens[number % state.ended_tokens.size()], state.checker->this_thread());
+  }
+  if (failure) std::rethrow_exception(failure);
+  return true;
+}
+
+std::exception_ptr OptimizerQueue::take_failure() {
+  std::lock_guard lock(state_->mutex);
+  if (state_->failures.empty()) return nullptr;
+  const auto first = state_->failures.begin();
+  std::exception_ptr failure = first->second;
+  state_->failures.erase(first);
+  return failure;
+}
+
+std::size_t OptimizerQueue::threads() const { return state_->pool.threads(); }
+
+void OptimizerQueue::shutdown() noexcept {
+  if (getpid() != state_->owner) return;
+  std::thread dispatcher;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->stop = true;
+    dispatcher.swap(state_->dispatcher);  // of concurrent calls one joins
+  }
+  state_->submitted.notify_all();
+  if (!dispatcher.joinable()) return;
+  if (dispatcher.get_id() == std::this_thread::get_id()) {
+    dispatcher.detach();  // the last owner died with an update's body; the dispatcher holds the state until it ends
+  } else {
+    dispatcher.join();
+  }
+}
+
+void OptimizerQueue::State::dispatch() {
+  pthread_setname_np(pthread_self(), "rp-optimizer");
+  for (;;) {
+    std::unique_ptr<Pending> next;
+    {
+      std::unique_lock lock(mutex);
+      submitted.wait(lock, [this] { return stop || !pending.empty(); });
+      if (pending.empty()) return;
+      next = std::move(pending.front());
+      pending.pop_front();
+    }
+    if (checker != nullptr) {
+      checker->acquire(next.get(), checker->this_thread());
+      checker->forget_token(next.get());
+    }
+    execute(*next);
+  }
+}
+
+void OptimizerQueue::State::execute(Pending& pending) {
+  Update& update = pending.update;
+  std::exception_ptr failure;
+  try {
+    run_body(pending);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  try {
+    if (update.ticket)
+      failure ? update.unit->clock.poison(*update.ticket) : update.unit->clock.complete(*update.ticket);
+  } catch (...) {
+    if (!failure) failure = std::current_exception();
+  }
+  update = Update();
+  const std::uint64_t number = pending.number;
+  if (checker != nullptr) {
+    const char* token = &ended_tokens[number % ended_tokens.size()];
+    checker->forget_token(token);
+    checker->release(token, checker->this_thread());
+  }
+  {
+    std::lock_guard lock(mutex);
+    if (failure) remember(number, std::move(failure));
+    ended = number;
+  }
+  ended_one.notify_all();
+}
+
+TicketState OptimizerQueue::State::wait_for_ticket(const Update& update) {
+  const ScopedSpan span(SpanKind::kWait, "update ticket", update.unit->id);
+  for (;;) {
+    {
+      std::lock_guard lock(mutex);
+      if (stop) return TicketState::kWaiting;
+    }
+    const TicketState state = update.unit->clock.wait(*update.ticket, kLookForShutdown);
+    if (state != TicketState::kWaiting) return state;
+  }
+}
+
+void OptimizerQueue::State::run_body(Pending& pending) {
+  Update& update = pending.update;
+  const auto poisoned = [&](const char* why) {
+    return Poisoned("optimizer update " + std::to_string(pending.number) +
+                    (update.unit ? " of unit " + std::to_string(update.unit->id) : "") + " did not run: " + why);
+  };
+  if (update.ticket) {
+    switch (wait_for_ticket(update)) {
+      case TicketState::kReady:
+        break;
+      case TicketState::kPoisoned:
+        throw poisoned("a transfer or an update that it waits for has failed");
+      case TicketState::kWaiting:
+        throw poisoned("the queue was shut down");
+    }
+  } else {
+    std::lock_guard lock(mutex);
+    if (stop) throw poisoned("the queue was shut down");
+  }
+  if (checker != nullptr) {
+    const HappensBefore::Actor self = checker->this_thread();
+    for (const HostAccess& access : update.accesses) {
+      checker->access(self, access.access, access.range, access.bytes, access.what);
+    }
+  }
+  const ScopedSpan span(SpanKind::kUpdate, "update", update.unit ? update.unit->id : pending.number);
+  pool.run(update.elements, update.grain, update.body);
+}
+
+void OptimizerQueue::State::remember(std::uint64_t number, std::exception_ptr failure) {
+  failures.emplace(number, std::move(failure));
+  // The first is the likeliest cause of all others.
+  if (failures.size() > kMaxFailures) failures.erase(std::next(failures.begin()));
+}
+
+}  // namespace roundpipe
