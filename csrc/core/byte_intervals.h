@@ -14,8 +14,8 @@ class ByteIntervals {
  public:
   using Address = std::uintptr_t;
 
-  // Calls visit(Value&) for every piece of [begin, end); pieces never seen before start as Value{}. Pieces that are equal
-  // and adjacent afterwards become one, so that repeated use of one range costs one piece.
+  // Calls visit(Value&) for every piece of [begin, end); pieces never seen before start as Value{}. Pieces that are
+  // equal and adjacent afterwards become one, so that repeated use of one range costs one piece.
   template <class Visit>
   void update(Address begin, Address end, Visit&& visit) {
     if (begin >= end) return;

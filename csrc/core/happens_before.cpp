@@ -30,7 +30,7 @@ void merge(Clock& into, const Clock& from) {
 struct Epoch {
   HappensBefore::Actor actor = 0;
   std::uint64_t time = 0;
-  std::uintptr_t begin = 0, end = 0;   // of the whole access, for the report
+  std::uintptr_t begin = 0, end = 0;  // of the whole access, for the report
   const std::string* what = nullptr;  // interned
 
   bool before(const Clock& clock) const { return time == 0 || (actor < clock.size() && time <= clock[actor]); }

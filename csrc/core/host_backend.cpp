@@ -19,7 +19,8 @@ namespace {
 std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
 void require_range(const char* operation, const char* argument, const void* range) {
-  RP_REQUIRE(range != nullptr, std::string(operation) + ": " + argument + " is null but the size is not 0; pass memory");
+  RP_REQUIRE(range != nullptr,
+             std::string(operation) + ": " + argument + " is null but the size is not 0; pass memory");
 }
 
 class HostDevice final : public Device {
@@ -237,9 +238,9 @@ void HostBackend::register_host(void* base, std::size_t bytes) {
   const bool overlaps_previous =
       next != state_->registered.begin() && std::prev(next)->first + std::prev(next)->second > begin;
   if (overlaps_next || overlaps_previous) {
-    throw DriverError("register_host: a part of these " + std::to_string(bytes) +
-                          " bytes is registered already; unregister it first",
-                      712);
+    throw DriverError(
+        "register_host: a part of these " + std::to_string(bytes) + " bytes is registered already; unregister it first",
+        712);
   }
   state_->registered.emplace(begin, bytes);
 }

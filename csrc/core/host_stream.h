@@ -2,8 +2,9 @@
 //
 // Note [Lifetime of streams and events]
 //   Events, streams and the backend may be destroyed in any order and with work pending. What they share is held by
-//   shared pointers: the HostRuntime by everyone, an EventRecord by its event, by the operation that completes it and by
-//   every operation that waits for it. A copy stream finishes its queue before it is gone, so no record stays incomplete.
+//   shared pointers: the HostRuntime by everyone, an EventRecord by its event, by the operation that completes it and
+//   by every operation that waits for it. A copy stream finishes its queue before it is gone, so no record stays
+//   incomplete.
 #pragma once
 
 #include <atomic>

@@ -19,10 +19,10 @@ inline void require_registrable(const void* base, std::size_t bytes) {
   RP_REQUIRE(base != nullptr && bytes > 0 && bytes <= kMaxRegisteredBytes,
              "register_host: " + std::to_string(bytes) + " bytes at " + (base == nullptr ? "null" : "an address") +
                  "; pass memory of 1 byte to 64 GiB, larger ranges in pieces");
-  RP_REQUIRE(begin % page == 0 && bytes % page == 0,
-             "register_host: address modulo page size is " + std::to_string(begin % page) +
-                 ", bytes modulo page size is " + std::to_string(bytes % page) + "; both must be 0 (page size " +
-                 std::to_string(page) + ")");
+  RP_REQUIRE(begin % page == 0 && bytes % page == 0, "register_host: address modulo page size is " +
+                                                         std::to_string(begin % page) + ", bytes modulo page size is " +
+                                                         std::to_string(bytes % page) + "; both must be 0 (page size " +
+                                                         std::to_string(page) + ")");
 }
 
 }  // namespace roundpipe

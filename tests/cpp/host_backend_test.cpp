@@ -157,7 +157,8 @@ TEST(HostBackend, BadCopiesAreRefusedAtTheCall) {
   Bytes memory(64);
   EXPECT_TRUE(contains(message_of<InvalidArgument>([&] { up(device, *stream, nullptr, memory.data(), 8); }), "dst"));
   EXPECT_TRUE(contains(message_of<InvalidArgument>([&] { up(device, *stream, memory.data(), nullptr, 8); }), "src"));
-  EXPECT_TRUE(contains(message_of<InvalidArgument>([&] { up(device, *stream, &memory[7], &memory[0], 8); }), "overlap"));
+  EXPECT_TRUE(
+      contains(message_of<InvalidArgument>([&] { up(device, *stream, &memory[7], &memory[0], 8); }), "overlap"));
   EXPECT_THROW(device.zero(*stream, nullptr, 8), InvalidArgument);
 }
 
@@ -469,7 +470,8 @@ TEST(HostBackend, ManyThreadsAndStreams) {
   backend.set_delays(5, 50);
   // Outlives the threads: memory freed by one and given to another would look like a race.
   std::vector<std::array<Bytes, 3>> memories;
-  for (std::size_t t = 0; t < 4; ++t) memories.push_back({Bytes(512, static_cast<unsigned char>(t)), Bytes(512), Bytes(512)});
+  for (std::size_t t = 0; t < 4; ++t)
+    memories.push_back({Bytes(512, static_cast<unsigned char>(t)), Bytes(512), Bytes(512)});
   std::vector<std::thread> threads;
   for (std::size_t t = 0; t < 4; ++t) {
     threads.emplace_back([&backend, &memories, t] {
