@@ -1,0 +1,141 @@
+"""``wrap_model_to_roundpipe``: from a model as its author wrote it to a model that is streamed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .errors import ConfigError, ConfigTypeError
+from .model import RoundPipe
+from .run_config import RoundPipeRunConfig
+
+__all__ = ["wrap_model_to_roundpipe"]
+
+logger = logging.getLogger(__name__)
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Iterable[nn.Module] = (),
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = {},  # noqa: B006  (never written)
+    model_run_config: RoundPipeRunConfig | None = None,
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe:
+    """Wraps a model for streamed training; its parameters stay the same objects under their own names.
+
+    A decoder-only causal language model of transformers (the preset) becomes prefix, blocks and head, each a layer; it
+    takes all arguments of its own forward, plus ``return_logits=False`` for the loss without materialised logits, and
+    returns its own output type. An ``nn.Sequential`` has its children as layers. Any other module is one layer.
+
+    Args:
+        model: on the CPU, not quantised, not compiled, without dispatch hooks.
+        use_sequential_preset: True: a preset or an error; False: no preset; None: a preset if there is one (logged).
+        lower_threshold, upper_threshold: total parameter elements that decide how a module tree is cut into layers.
+        skip_modules: modules that are left as they are.
+        override_config: run configuration for single modules, by module.
+        model_run_config: defaults for every call.
+        name: for messages; default: where this was called.
+        roundpipe_kwargs: passed on to ``RoundPipe`` (``optim_dtype``, ``pin_model``, ...).
+
+    Raises:
+        ConfigError, ConfigTypeError: the model cannot be streamed as it is; the message says what to do.
+        NotImplementedError: ``use_sequential_preset=True`` and there is no preset for this model, or its trunk is not
+            one chain of blocks.
+    """
+    _check_model(model)
+    _check_thresholds(lower_threshold, upper_threshold)
+    skipped = tuple(skip_modules)
+    config = override_config.get(model, model_run_config)
+    wrapper_arguments = dict(name=name, model_run_config=config, **roundpipe_kwargs)
+    if use_sequential_preset is not False and model not in skipped:
+        sequential = _preset(model, use_sequential_preset is True)
+        if sequential is not None:
+            wrapped = RoundPipe(sequential, **wrapper_arguments)
+            wrapped.set_original_model(model)
+            return wrapped
+    if not isinstance(model, nn.Sequential):
+        logger.info("%s is wrapped as a single layer", type(model).__name__)
+    return RoundPipe(model, **wrapper_arguments)
+
+
+def _preset(model: nn.Module, forced: bool) -> nn.Sequential | None:
+    """The layers of a model for which there is a preset, or None. Forced: an error says why there is none."""
+    from .hf import causal_lm_to_sequential, is_causal_lm
+
+    kind = type(model).__name__
+    if not is_causal_lm(model):
+        if forced:
+            raise NotImplementedError(
+                f"use_sequential_preset=True: there is no preset for {kind}, only for decoder-only causal language "
+                "models of transformers; pass use_sequential_preset=None, or build an nn.Sequential of its layers"
+            )
+        return None
+    try:
+        sequential = causal_lm_to_sequential(model)
+    except NotImplementedError:
+        if forced:
+            raise
+        logger.warning("%s: no preset fits, it is wrapped without one", kind, exc_info=True)
+        return None
+    logger.info("%s: preset for causal language models, %d layers", kind, len(sequential))
+    return sequential
+
+
+def _check_model(model: object) -> None:
+    """Refuses models that would fail later in a way that is harder to read."""
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"wrap_model_to_roundpipe(model=...): got {type(model).__name__}, expected an nn.Module")
+    kind = type(model).__name__
+    if isinstance(model, RoundPipe):
+        raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
+    if "_orig_mod" in model._modules:
+        raise ConfigError(
+            f"the model is the result of torch.compile ({kind}); wrap the model itself (its ._orig_mod) instead"
+        )
+    if model._compiled_call_impl is not None:
+        raise ConfigError(f"{kind}.compile() was called; wrap a model that is not compiled")
+    if _is_quantized(model):
+        raise ConfigError(
+            f"{kind} is quantised; its weights cannot be streamed for training. Load it without quantization_config "
+            "(load_in_8bit, load_in_4bit)"
+        )
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ConfigError(
+            f"{kind} was dispatched over devices (device_map); load it without device_map, so that it lies in host "
+            "memory as a whole, or call accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta":
+            raise ConfigError(
+                f"{name} is on the meta device, it has no values; load the weights first (from_pretrained, or "
+                "model.to_empty(device='cpu') and an initialisation)"
+            )
+        if tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{name} is on {tensor.device}; weights live in host memory and visit the devices only while they "
+                "compute. Wrap the model before moving it, or call model.cpu() first"
+            )
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(module, flag, False) is True for module in (model, *model.children()) for flag in flags):
+        return True
+    return any(type(p).__name__ in ("Int8Params", "Params4bit") for p in model.parameters())
+
+
+def _check_thresholds(lower: object, upper: object) -> None:
+    for name, value, optional in (("lower_threshold", lower, False), ("upper_threshold", upper, True)):
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigTypeError(f"{name}={value!r}: expected a number of parameter elements (int)")
+        if value < 0:
+            raise ConfigError(f"{name}={value}: expected a number of parameter elements >= 0")
