@@ -68,6 +68,10 @@ class Device {
   virtual void end_lease(void* base) noexcept = 0;
   virtual std::size_t memory_limit_bytes() const = 0;  // 0: no limit of our own
 
+  // Compute runs on the calling thread and waits block it, as on simulated devices: whoever waits for a copy there can
+  // learn of its failure before it computes on the target. (On a GPU a failed copy makes every later call fail.)
+  virtual bool compute_is_calling_thread() const noexcept { return false; }
+
   // Tells the happens-before checker that compute launched on `stream` reads or writes a range. No-op on a GPU and
   // when checking is off.
   virtual void declare(Stream& stream, Access access, const void* range, std::size_t bytes, const char* what) = 0;

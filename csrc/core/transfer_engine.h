@@ -1,11 +1,16 @@
 // Moves bytes between the host and one device. Four lanes ({up, down} x {activations, bulk}), each a FIFO with a stream
-// and a thread of its own, so that an activation never queues behind a gigabyte of weights.
+// and threads of its own, so that an activation never queues behind a gigabyte of weights.
 //
 // Note [Lanes]
 //   The bulk lanes copy in chunks with a bounded number in flight: that bound is all the delay an activation can suffer
-//   from sharing the link. Within a lane requests start strictly in the order of submission; the head waits until its
-//   `ready` says so. A hand-over is (issued, event): an event may be waited on only after it was recorded, so a consumer
-//   first waits on the host until the last chunk was issued, then lets its stream wait for the event.
+//   from sharing the link. On the activation lanes a request is one chunk. Within a lane requests start strictly in the
+//   order of submission; the head waits until its `ready` says so. A hand-over is (issued, event): an event may be
+//   waited on only after it was recorded, so a consumer first waits on the host until the last chunk was issued, then
+//   lets its stream wait for the event.
+//   A lane has two threads. The *issuer* asks, orders and issues; it sleeps on a condition variable. The *reaper*
+//   blocks in the device until the oldest chunk is complete and runs completions. One thread could not do both: blocked
+//   in the device it would not see new work, and the host could not run ahead of a busy device; polling would cost a
+//   core.
 #pragma once
 
 #include <array>
@@ -41,26 +46,35 @@ class Handover {
   virtual bool wait_issued(std::chrono::milliseconds timeout) = 0;
   // `stream` continues after the last copy. Requires issued.
   virtual void order_after(Stream& stream) = 0;
+  virtual void order_after(Device& device, Stream& stream) = 0;  // a stream of another device of the same backend
   // True once the host has seen the last copy complete; false on time-out. Rethrows the request's failure.
   virtual bool wait_complete(std::chrono::milliseconds timeout) = 0;
-  virtual bool complete() const noexcept = 0;  // finished, well or not: no copy of this request can touch memory any more
+  // As wait_complete, but tells the checker nothing: for consumers whose order must come from the event alone.
+  virtual bool wait_settled(std::chrono::milliseconds timeout) = 0;
+  // Calls `callback` once, when the request is issued or has failed: on the lane's thread, or at once.
+  virtual void on_issued(std::function<void()> callback) = 0;
+  virtual bool complete()
+      const noexcept = 0;  // finished, well or not: no copy of this request can touch memory any more
 };
 
 struct TransferRequest {
   Direction direction = Direction::kHostToDevice;
   Lane lane = Lane::kBulk;
   Traffic traffic = Traffic::kWeights;
-  std::vector<CopySegment> segments;                // zero bytes in total is legal: completes like any other
-  std::function<Readiness()> ready;                 // asked on the lane's thread, must not block; empty: ready
-  std::function<void(Stream&)> before;              // once, just before the first copy: stream waits, zero fills
-  std::function<void(std::exception_ptr)> finished; // once, on the lane's thread; null: the host saw it complete
-  std::shared_ptr<void> keep_alive;                 // dropped after `finished`
+  std::vector<CopySegment> segments;                 // zero bytes in total is legal: completes like any other
+  std::function<Readiness()> ready;                  // asked on the lane's thread, must not block; a throw poisons with
+                                                     // that reason; empty: ready
+  std::function<void(Stream&)> before;               // once, just before the first copy: stream waits, zero fills
+  std::function<void(std::exception_ptr)> finished;  // once, on the lane's thread; null: the host saw it complete. Must
+                                                     // not wait for this lane, nor end the engine
+  std::shared_ptr<void> keep_alive;                  // dropped after `finished`
 };
 
 struct TransferOptions {
   std::size_t chunk_bytes = std::size_t{16} << 20;
   std::size_t bulk_chunks_in_flight = 3;
   std::size_t activation_copies_in_flight = 8;
+  HappensBefore* checker = nullptr;  // of the device's backend; outlives the engine and all hand-overs
 };
 
 class TransferEngine {
@@ -72,9 +86,14 @@ class TransferEngine {
   // (0: never). Throws Error after shutdown.
   std::shared_ptr<Handover> submit(TransferRequest request, std::size_t block_while_over_bytes = 0);
 
-  void poke();  // something that a `ready` may depend on has changed
+  // A pooled event of this device; it goes back when the pointer is dropped. Must not be recorded by two users.
+  std::shared_ptr<Event> take_event();
+  HappensBefore* checker() const noexcept;
+
+  std::function<void()> poker() const;            // poke() that is harmless once the engine is gone
+  void poke();                                    // something that a `ready` may depend on has changed
   bool drain(std::chrono::milliseconds timeout);  // all submitted requests have finished
-  void shutdown() noexcept;  // unfinished requests fail with Poisoned; joins the threads
+  void shutdown() noexcept;                       // unfinished requests fail with Poisoned; joins the threads
 
   std::uint64_t bytes(Direction direction, Traffic traffic) const;  // issued since construction or the last reset
   std::uint64_t copies(Direction direction) const;
@@ -82,7 +101,9 @@ class TransferEngine {
 
  private:
   struct State;
+  struct Bell;
   std::unique_ptr<State> state_;
+  std::shared_ptr<Bell> bell_;
 };
 
 }  // namespace roundpipe
