@@ -8,20 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "core/argument_checks.h"
 #include "core/errors.h"
 #include "core/happens_before.h"
 #include "core/host_stream.h"
-#include "core/registrable.h"
 
 namespace roundpipe {
 namespace {
 
 std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-
-void require_range(const char* operation, const char* argument, const void* range) {
-  RP_REQUIRE(range != nullptr,
-             std::string(operation) + ": " + argument + " is null but the size is not 0; pass memory");
-}
 
 class HostDevice final : public Device {
  public:
@@ -83,8 +78,8 @@ class HostDevice final : public Device {
   void copy(Stream& stream, Direction direction, void* dst, const void* src, std::size_t bytes) override {
     HostStream& host_stream = own(stream, "copy");
     if (bytes == 0) return;
-    require_range("copy", "dst", dst);
-    require_range("copy", "src", src);
+    require_memory("copy", "dst", dst);
+    require_memory("copy", "src", src);
     RP_REQUIRE(address(dst) + bytes <= address(src) || address(src) + bytes <= address(dst),
                "copy: dst and src overlap (" + std::to_string(bytes) +
                    " bytes); host and device memory are separate, check the addresses");
@@ -105,7 +100,7 @@ class HostDevice final : public Device {
   void zero(Stream& stream, void* dst, std::size_t bytes) override {
     HostStream& host_stream = own(stream, "zero");
     if (bytes == 0) return;
-    require_range("zero", "dst", dst);
+    require_memory("zero", "dst", dst);
     host_stream.run([=, &host_stream] {
       host_stream.declare(Access::kWrite, dst, bytes, "zero fill");
       std::memset(dst, 0, bytes);
@@ -115,7 +110,7 @@ class HostDevice final : public Device {
   void discard(Stream& stream, void* range, std::size_t bytes) override {
     HostStream& host_stream = own(stream, "discard");
     if (bytes == 0) return;
-    require_range("discard", "range", range);
+    require_memory("discard", "range", range);
     if (runtime_->checker() == nullptr) return;
     host_stream.run([=, &host_stream] {
       host_stream.declare(Access::kWrite, range, bytes, "discard");
@@ -149,6 +144,8 @@ class HostDevice final : public Device {
   }
 
   std::size_t memory_limit_bytes() const override { return limit_bytes_; }
+
+  bool compute_is_calling_thread() const noexcept override { return true; }
 
   void declare(Stream& stream, Access access, const void* range, std::size_t bytes, const char* what) override {
     HostStream& host_stream = own(stream, "declare");

@@ -1,4 +1,4 @@
-// What Backend::register_host asks of a range, checked alike by every backend.
+// What every backend asks of its arguments before it acts.
 #pragma once
 
 #include <unistd.h>
@@ -23,6 +23,11 @@ inline void require_registrable(const void* base, std::size_t bytes) {
                                                          std::to_string(begin % page) + ", bytes modulo page size is " +
                                                          std::to_string(bytes % page) + "; both must be 0 (page size " +
                                                          std::to_string(page) + ")");
+}
+
+inline void require_memory(const char* operation, const char* argument, const void* range) {
+  RP_REQUIRE(range != nullptr,
+             std::string(operation) + ": " + argument + " is null but the size is not 0; pass memory of that size");
 }
 
 }  // namespace roundpipe
