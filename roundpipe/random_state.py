@@ -99,7 +99,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     if device.type != "cuda":
         raise ConfigError(f"seeded(device={str(device)!r}): random numbers are kept for 'cpu' and 'cuda' devices only")
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     generator: torch.Generator = torch.cuda.default_generators[index]
     return generator

@@ -1,0 +1,87 @@
+"""A plan in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe.layer_cost import stage_bytes, with_estimates
+from roundpipe.planner import Request, predicted_ms
+from roundpipe.stage_search import Part
+
+__all__ = ["PlanFacts", "describe"]
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a plan was made from, kept so that it can be explained, also after it was edited by hand."""
+
+    part: Part
+    request: Request
+
+
+def _layers(stage: range) -> str:
+    return f"layer {stage.start}" if len(stage) == 1 else f"layers {stage.start}-{stage.stop - 1}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def describe(forward: Sequence[range], backward: Sequence[range], facts: PlanFacts | None) -> str:
+    """The text of ``ModelExecutePlan.explain``."""
+    jobs = [("forward", i, stage) for i, stage in enumerate(forward)]
+    # A first backward stage that begins where forward ends, and not at the bottom of a forward of its own, is fused.
+    covered = forward[-1].stop if forward else 0
+    fused = bool(backward) and backward[0].start == covered
+    jobs += [("fused" if fused and i == 0 else "backward", i, stage) for i, stage in enumerate(backward)]
+    lines = [
+        f"plan: {len(forward)} forward and {len(backward)} backward stages" + (" (the first fused)" if fused else "")
+    ]
+    if facts is None:
+        lines += [f"  {phase:<8} {i:>3}: {_layers(stage)}" for phase, i, stage in jobs]
+        return "\n".join([*lines, "no costs are known: the plan was not made by ModelExecutePlan.auto"])
+
+    costs, request = with_estimates(facts.part.costs), facts.request
+    if max((stage.stop for _, _, stage in jobs), default=0) > len(costs):
+        return "\n".join([*lines, f"the plan was edited and names layers beyond the {len(costs)} it was made for"])
+    times, sizes = [], []
+    for phase, i, stage in jobs:
+        chosen = costs[stage.start : stage.stop]
+        times.append(sum(_job_ms(phase, cost.forward_ms, cost.recompute_ms, cost.backward_ms) for cost in chosen))
+        sizes.append(stage_bytes(chosen, gradients=phase != "forward"))
+        lines.append(f"  {phase:<8} {i:>3}: {_layers(stage):<16} {_megabytes(sizes[-1]):>14} {times[-1]:>12.3f} ms")
+    if jobs:
+        slowest = max(range(len(jobs)), key=times.__getitem__)
+        largest = max(range(len(jobs)), key=sizes.__getitem__)
+        total = predicted_ms(len(jobs), times[slowest], sum(times), request)
+        lines.append(
+            f"predicted: {total:.3f} ms for {request.num_microbatch} microbatches on {request.num_devices} device(s); "
+            f"slowest stage: {jobs[slowest][0]} {jobs[slowest][1]}"
+        )
+        lines.append(_memory_line(f"{jobs[largest][0]} {jobs[largest][1]}", sizes[largest], request))
+    measured = sum(cost.forward_ms is not None for cost in facts.part.costs)
+    if measured < len(costs):
+        lines.append(
+            f"times of {len(costs) - measured} of {len(costs)} layers are estimated from their bytes: not measured yet"
+        )
+    return "\n".join(lines)
+
+
+def _job_ms(phase: str, forward: float | None, recompute: float | None, backward: float | None) -> float:
+    """Time of a layer in a stage of this phase; the three times are filled in by now."""
+    if phase == "forward":
+        return forward or 0.0
+    return (backward or 0.0) + ((forward if phase == "fused" else recompute) or 0.0)
+
+
+def _memory_line(name: str, size: int, request: Request) -> str:
+    if request.stage_limit_bytes is None:
+        return f"largest stage: {name} with {_megabytes(size)}; no memory limit. Bound by: time"
+    bound = "memory" if 1.05 * size > request.stage_limit_bytes else "time"
+    if request.num_devices == 1 and bound == "time":
+        bound = "the number of layers" if request.min_stages == 1 else "the least number of stages"
+    return (
+        f"largest stage: {name} with {_megabytes(size)} of {_megabytes(request.stage_limit_bytes)} (half the model "
+        f"memory limit). Bound by: {bound}"
+    )
