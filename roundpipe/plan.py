@@ -7,7 +7,7 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from roundpipe.errors import ConfigError, ConfigTypeError, PlanError
 from roundpipe.layer_cost import LayerCost
@@ -94,6 +94,33 @@ class ModelExecutePlan:
             _check_cover("fwd_plan", self.fwd_plan, num_layers, "the model ends")
         if run_type != "infer":
             _check_cover("bwd_plan", self.bwd_plan[::-1], num_layers, "the model ends")
+
+    @overload
+    @classmethod
+    def auto(
+        cls,
+        run_type: str,
+        model: PlannableModel,
+        /,
+        *,
+        min_stages: int | None = None,
+        upper_threshold: float = 1.1,
+        model_memory_limit: float | None = None,
+    ) -> ModelExecutePlan: ...
+
+    @overload
+    @classmethod
+    def auto(
+        cls,
+        run_type: str,
+        model: PlannableModel,
+        second: PlannableModel,
+        /,
+        *models: PlannableModel,
+        min_stages: int | None = None,
+        upper_threshold: float = 1.1,
+        model_memory_limit: float | None = None,
+    ) -> list[ModelExecutePlan]: ...
 
     @classmethod
     def auto(

@@ -69,11 +69,6 @@ def plan_stages(parts: Sequence[Part], request: Request) -> list[StageLists]:
     return _at_least(searches, plans, request.min_stages)
 
 
-def _job_count(plans: Sequence[StageLists], min_stages: int, most: int) -> int:
-    """Jobs of an iteration after more of them have been made to come to ``min_stages``."""
-    return max(sum(len(plan.forward) + len(plan.backward) for plan in plans), min(min_stages, most))
-
-
 def _best_limit(searches: Sequence[PartSearch], request: Request) -> float:
     candidates = _candidates(searches)
     least = bisect_left(candidates, True, key=lambda t: all(search.feasible(t) for search in searches))
@@ -84,7 +79,8 @@ def _best_limit(searches: Sequence[PartSearch], request: Request) -> float:
 
     def count(i: int) -> int:
         if i not in counts:
-            counts[i] = _job_count([search.stages(candidates[i]) for search in searches], wanted, most)
+            # Where there would be too few jobs, stages are cut in two afterwards.
+            counts[i] = max(sum(search.count(candidates[i]) for search in searches), min(wanted, most))
         return counts[i]
 
     def predicted(i: int, jobs: int) -> float:
@@ -117,7 +113,7 @@ def _fewer_stages(candidates: Sequence[float], best: int, count: Callable[[int],
         if count(i) * candidates[i] <= work:
             chosen = i
         # On to the first candidate with fewer stages; those between need the same number and more time.
-        i = bisect_left(range(end), True, lo=i + 1, key=lambda j, now=count(i): count(j) < now)
+        i += 1 + bisect_left(range(i + 1, end), -count(i) + 1, key=lambda j: -count(j))
     return candidates[chosen]
 
 
@@ -172,7 +168,7 @@ def _balanced(direction: Direction, end: int, count: int) -> list[range]:
         middle = (low + high) / 2
         if high - low <= TOLERANCE * high:
             break
-        low, high = (low, middle) if len(direction.pack(end, middle)) <= count else (middle, high)
+        low, high = (low, middle) if direction.count(end, middle) <= count else (middle, high)
     return direction.pack(end, high)
 
 

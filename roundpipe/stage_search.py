@@ -46,10 +46,21 @@ class Direction:
         stages = []
         start = 0
         while start < end:
-            by_time = bisect_right(prefix, prefix[start] + limit_ms * (1 + TOLERANCE)) - 1
-            stop = min(max(by_time, start + 1), reach[start], end)
+            by_time = bisect_right(prefix, prefix[start] + limit_ms * (1 + TOLERANCE), start + 2) - 1
+            stop = min(by_time, reach[start], end)
             stages.append(range(start, stop))
             start = stop
+        return stages
+
+    def count(self, end: int, limit_ms: float) -> int:
+        """Number of stages that :meth:`pack` makes; the search asks this hundreds of times."""
+        prefix, reach = self.prefix, self.reach
+        slack = limit_ms * (1 + TOLERANCE)
+        start = stages = 0
+        while start < end:
+            by_time = bisect_right(prefix, prefix[start] + slack, start + 2) - 1
+            start = by_time if by_time < reach[start] else reach[start]
+            stages += 1
         return stages
 
     def cost(self, stage: range) -> float:
@@ -91,6 +102,12 @@ class PartSearch:
     def feasible(self, limit_ms: float) -> bool:
         """Whether every stage can keep the limit."""
         return self.slowest_layer(self.fused_start(limit_ms)) <= limit_ms * (1 + TOLERANCE)
+
+    def count(self, limit_ms: float) -> int:
+        """Number of stages that :meth:`stages` makes."""
+        start = self.fused_start(limit_ms)
+        backward = self.backward.count(start, limit_ms) if self.part.backward else 0
+        return self.forward.count(start, limit_ms) + backward + (start < self.length)
 
     def stages(self, limit_ms: float) -> StageLists:
         """The fewest stages within the limit."""
