@@ -1,0 +1,125 @@
+"""Builds roundpipe/_C.so (always) and roundpipe/_C_cuda.so (when nvcc is found).
+
+Both are plain shared libraries over torch's stable ABI, loaded with torch.ops.load_library: no PyInit, no libpython, so
+one wheel serves every Python >= 3.10 and every torch >= 2.11. Everything static stands in pyproject.toml.
+
+Switches (environment variables):
+  ROUNDPIPE_CUDA=auto|0|1   kernels of csrc/cuda/*.cu: when nvcc is found (default) | never | fail without nvcc
+  ROUNDPIPE_CUDA_ARCHS      default "80;90;100": machine code for each, and PTX of the last for newer GPUs
+  ROUNDPIPE_WERROR=1        warnings are errors
+  CXX, NVCC, MAX_JOBS       compilers, and how many of them run at once
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the oldest that can load us
+
+OPS = """
+    activation_ops arenas checks element_convert engine engine_ops error_record fact_ops handles job
+    job_ops library memory_ops optimizer_ops process unit_ops
+"""
+CORE = """
+    activation_store copy_lane event_pool happens_before host_arena host_backend host_mapping
+    host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
+    slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
+"""
+CPU = """
+    convert convert_avx2 convert_avx512 convert_portable
+"""
+CUDA = """
+    cuda_backend cuda_context driver_api
+"""
+SOURCES = [
+    f"csrc/{room}/{name}.cpp"
+    for room, names in {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": CUDA}.items()
+    for name in names.split()
+]
+KERNELS = ["csrc/cuda/gradient_stats.cu"]
+
+
+def find_nvcc():
+    mode = os.environ.get("ROUNDPIPE_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        raise SystemExit(f"ROUNDPIPE_CUDA must be auto, 0 or 1, not {mode!r}")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if mode == "1" and not nvcc:
+        raise SystemExit("ROUNDPIPE_CUDA=1, but there is no nvcc on PATH, in CUDA_HOME or NVCC")
+    return None if mode == "0" else nvcc
+
+
+def architecture_flags(nvcc):
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    wanted = re.findall(r"\d+[af]?", os.environ.get("ROUNDPIPE_CUDA_ARCHS", "80;90;100"))
+    archs = [arch for arch in wanted if f"compute_{arch}" in known.split()]
+    if not archs:
+        raise SystemExit(f"{nvcc} knows none of the architectures {wanted}; it knows: {known.split()}")
+    code = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return " ".join(code) + f" -gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}"
+
+
+class NinjaBuild(build_ext):
+    """Writes a ninja file instead of using distutils' compiler: flags by file, header dependencies, parallel."""
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext):
+        spec = importlib.util.find_spec("torch")
+        if spec is None:
+            raise SystemExit("building roundpipe needs torch >= 2.11 (headers only); pip install torch, or build isolated")
+        torch = Path(spec.submodule_search_locations[0])
+        work = Path(self.build_temp).resolve() / ext.name
+        work.mkdir(parents=True, exist_ok=True)
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        common = f"-O3 -std=c++20 {TORCH_TARGET} -D_GLIBCXX_USE_CXX11_ABI=1 -I{ROOT}/csrc -isystem {torch}/include"
+        # g++ 12 sees overlapping copies in std::string's operator+ that are not there.
+        warnings = "-Wall -Wextra -Wpedantic -Wno-restrict" + (" -Werror" if os.environ.get("ROUNDPIPE_WERROR") == "1" else "")
+        # The linker is told which libraries of torch we use, not where they are: they are loaded before we are.
+        libraries = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
+        nvcc = find_nvcc() if any(source.endswith(".cu") for source in ext.sources) else None
+        cuda = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags(nvcc)}" if nvcc else ""
+        cxx = os.environ.get("CXX", "g++")
+        depends = "-MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
+        lines = [
+            f"rule cxx\n  description = CXX $in\n  command = {cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {warnings} {depends}",
+            f"rule nvcc\n  description = NVCC $in\n  command = {cuda} {depends}",
+            f"rule link\n  description = LINK $out\n  command = {cxx} -shared $in -o $out -Wl,--as-needed,--gc-sections {libraries}",
+            f"rule culink\n  description = LINK $out\n  command = {nvcc} -shared -cudart static $in -o $out -Xlinker --as-needed {libraries}",
+        ]
+        objects = []
+        for source in ext.sources:
+            objects.append(f"{work}/{source.replace('/', '_')}.o")
+            cuda = source.endswith(".cu")
+            lines.append(f"build {objects[-1]}: {'nvcc' if cuda else 'cxx'} {ROOT}/{source}")
+        lines += [f"build {target}: {'culink' if cuda else 'link'} {' '.join(objects)}", ""]
+        (work / "build.ninja").write_text("\n".join(lines))
+        ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+        if ninja is None:
+            raise SystemExit("building roundpipe needs ninja: pip install ninja")
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.run([ninja, "-C", str(work)] + (["-j", jobs] if jobs else []), check=True)
+
+
+class AnyPythonWheel(bdist_wheel):
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+extensions = [Extension("roundpipe._C", SOURCES)]
+if (ROOT / KERNELS[0]).exists() and find_nvcc():
+    extensions.append(Extension("roundpipe._C_cuda", KERNELS))
+setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})
