@@ -58,45 +58,50 @@ def leaves(tree: Any, name: str, spec: Any = None) -> list[Leaf]:
     return list(_walk(tree, name, spec))
 
 
-def _children(tree: Any) -> tuple[list[Any], pytree.TreeSpec] | None:
-    """The direct children of ``tree`` and its node, or None for a leaf."""
+@dataclass(frozen=True)
+class _Level:
+    """A node of a tree and its direct children."""
+
+    children: list[Any]
+    names: list[str]  # how to reach each child from the node
+    fields: list[str] | None  # the attributes that the children are, where they are attributes
+    node: pytree.TreeSpec
+
+
+def _level(tree: Any) -> _Level | None:
+    """The direct children of ``tree``, or None for a leaf."""
     if is_block_mask(tree):
         return None
     children, node = pytree.tree_flatten(tree, is_leaf=lambda inner: inner is not tree)
-    return None if node.is_leaf() else (children, node)
-
-
-def _child_names(tree: Any, name: str, count: int) -> list[str]:
-    keys: list[Any] = []
-    if isinstance(tree, Mapping):
-        keys = [f"[{key!r}]" for key in tree]
-    elif dataclasses.is_dataclass(tree):
-        keys = [f".{field.name}" for field in dataclasses.fields(tree)]
-    elif hasattr(tree, "_fields"):
-        keys = [f".{field}" for field in tree._fields]
-    # A registered type may leave out some of its keys; positions are right for every type.
-    return [name + (keys[i] if len(keys) == count else f"[{i}]") for i in range(count)]
+    if node.is_leaf():
+        return None
+    try:
+        pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda inner: inner is not tree)
+    except ValueError:  # a type registered without key paths
+        return _Level(children, [f"[{i}]" for i in range(len(children))], None, node)
+    keys = [path[0] for path, _ in pairs]
+    fields = [key.name for key in keys if isinstance(key, pytree.GetAttrKey)]
+    return _Level(children, [str(key) for key in keys], fields if len(fields) == len(keys) else None, node)
 
 
 def _walk(tree: Any, name: str, spec: Any) -> Iterator[Leaf]:
-    found = _children(tree)
-    if found is None:
+    level = _level(tree)
+    if level is None:
         if spec is not None and not is_spec(spec):
             raise SplitError(f"{name}: the spec is {spec!r}, but the value is a single {type(tree).__name__}")
         yield Leaf(name, tree, spec, exact=spec is not None)
         return
-    children, node = found
-    names = _child_names(tree, name, len(children))
+    children, names = level.children, [name + key for key in level.names]
     if spec is None or is_spec(spec):
         for child, child_name in zip(children, names, strict=True):
             for leaf in _walk(child, child_name, spec):
                 yield dataclasses.replace(leaf, exact=False)
         return
-    for child, child_name, child_spec in zip(children, names, _child_specs(tree, node, spec, name), strict=True):
+    for child, child_name, child_spec in zip(children, names, _child_specs(tree, level, spec, name), strict=True):
         yield from _walk(child, child_name, child_spec)
 
 
-def _child_specs(tree: Any, node: pytree.TreeSpec, spec: Any, name: str) -> Sequence[Any]:
+def _child_specs(tree: Any, level: _Level, spec: Any, name: str) -> Sequence[Any]:
     if isinstance(tree, dict) and isinstance(spec, dict):
         missing, unknown = [k for k in tree if k not in spec], [k for k in spec if k not in tree]
         if missing or unknown:
@@ -109,13 +114,15 @@ def _child_specs(tree: Any, node: pytree.TreeSpec, spec: Any, name: str) -> Sequ
         if len(tree) != len(spec):
             raise SplitError(f"{name}: the spec has {len(spec)} entries for {len(tree)} values")
         return list(spec)
-    found = _children(spec)
-    if found is None or found[1] != node:
+    if type(tree) is type(spec) and level.fields is not None:
+        return [getattr(spec, field) for field in level.fields]
+    given = _level(spec)
+    if given is None or given.node != level.node:
         raise SplitError(
             f"{name}: the spec is of type {type(spec).__name__}, which does not fit the value's {type(tree).__name__}; "
             "write the spec in the shape of the value, or one spec for the whole"
         )
-    return found[0]
+    return given.children
 
 
 def reject_hidden_tensors(found: Sequence[Leaf]) -> None:

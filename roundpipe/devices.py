@@ -136,7 +136,9 @@ def _parse_host(spec: str, text: str, source: str) -> DeviceSpec:
     if match["number"] is not None:
         unit = _UNITS.get(match["unit"].upper())
         if unit is None:
-            raise _refuse(spec, source, f"unknown unit of memory {match['unit']!r}, expected B, KiB, MiB, GiB, KB, MB or GB")
+            raise _refuse(
+                spec, source, f"unknown unit of memory {match['unit']!r}, expected B, KiB, MiB, GiB, KB, MB or GB"
+            )
         limit = int(float(match["number"]) * unit)
         if limit < 1:
             raise _refuse(spec, source, "a device without memory")
@@ -159,7 +161,9 @@ def _resolve(spec: DeviceSpec, source: str) -> DeviceSpec:
         raise ConfigError(f'{source}: CUDA devices are asked for, but {remedy}, or ask for simulated ones ("host:1")')
     missing = [ordinal for ordinal in spec.ordinals if ordinal >= visible]
     if missing:
-        raise ConfigError(f"{source}: cuda:{missing[0]} does not exist; {visible} GPU(s) are visible, cuda:0 is the first")
+        raise ConfigError(
+            f"{source}: cuda:{missing[0]} does not exist; {visible} GPU(s) are visible, cuda:0 is the first"
+        )
     return spec if spec.ordinals else replace(spec, ordinals=tuple(range(visible)))
 
 
@@ -174,8 +178,8 @@ def _default_spec() -> DeviceSpec:
     if not _warned:
         _warned = True
         warnings.warn(
-            "RoundPipe found no GPU and works on one simulated device of the host (\"host:1\"). Ask for it by "
-            f"roundpipe.use_devices(\"host:1\") or {ENVIRONMENT_VARIABLE}=host:1 to silence this warning.",
+            'RoundPipe found no GPU and works on one simulated device of the host ("host:1"). Ask for it by '
+            f'roundpipe.use_devices("host:1") or {ENVIRONMENT_VARIABLE}=host:1 to silence this warning.',
             stacklevel=4,
         )
     return DeviceSpec("host", (0,))

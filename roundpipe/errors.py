@@ -84,9 +84,7 @@ class StageError(RoundPipeError):
         self.microbatch = microbatch
 
 
-def _where(
-    device: str | None, phase: str | None, stage: int | None, layer: int | None, microbatch: int | None
-) -> str:
+def _where(device: str | None, phase: str | None, stage: int | None, layer: int | None, microbatch: int | None) -> str:
     named = {"device": device, "stage": stage, "layer": layer, "microbatch": microbatch}
     parts = [] if phase is None else [phase]
     parts += [f"{name} {value}" for name, value in named.items() if value is not None]
@@ -195,14 +193,10 @@ def locate(
     message = f"{place} failed: {_describe(original)}" if place else _describe(original)
     error: RoundPipeError
     if isinstance(original, torch.OutOfMemoryError):
-        error = DeviceOutOfMemory(
-            message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch
-        )
+        error = DeviceOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     elif isinstance(original, MemoryError) or HostOutOfMemory._PHRASE in str(original):
         error = HostOutOfMemory(message)
     else:
-        error = StageError(
-            original, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch
-        )
+        error = StageError(original, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     error.__cause__ = original
     return error

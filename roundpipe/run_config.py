@@ -125,9 +125,10 @@ def resolve(
         ConfigError: ``requires_grad=True`` with grad mode off (also a RuntimeError), or ``output_device`` names a GPU
             that is not there.
     """
-    for name, config in (("the model's config", model_config), ("the call's config", call_config)):
-        if config is not None and not isinstance(config, RoundPipeRunConfig):
-            raise _wrong_type(name, config, "a RoundPipeRunConfig")
+    if not isinstance(model_config, RoundPipeRunConfig):
+        raise _wrong_type("the model's config", model_config, "a RoundPipeRunConfig")
+    if call_config is not None and not isinstance(call_config, RoundPipeRunConfig):
+        raise _wrong_type("the call's config", call_config, "a RoundPipeRunConfig or None")
     chosen = model_config if call_config is None else model_config.overridden_by(call_config)
     if chosen.requires_grad and not grad_enabled:
         raise ConfigError(

@@ -36,7 +36,7 @@ class Direction:
     """Greedy packing of a sequence of layers under a time and a memory limit."""
 
     def __init__(self, times: Sequence[float], reach: Sequence[int]) -> None:
-        self.times = times
+        self.times = list(times)
         self.prefix = [0.0, *accumulate(times)]
         self.reach = reach  # reach[i]: the end of the longest stage from layer i that memory allows
 

@@ -130,7 +130,7 @@ def test_seeded_refuses_other_devices():
         random_state.seeded(1, "meta")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.needs_cuda
 def test_seeded_on_cuda():
     before = torch.cuda.get_rng_state()
     cpu_before = torch.get_rng_state()
