@@ -1,13 +1,16 @@
 """Device strings, the order in which a choice is found, and the hooks that may refuse a change."""
 
+import importlib
 import threading
 import warnings
 
 import pytest
 import torch
 
-from roundpipe import devices as room
 from roundpipe.errors import ConfigError, ConfigTypeError, RoundPipeError
+
+# By its full name: the package's attribute `devices` is the function of that name.
+room = importlib.import_module("roundpipe.devices")
 
 
 @pytest.fixture(autouse=True)
