@@ -24,8 +24,8 @@ def _layers(stage: range) -> str:
     return f"layer {stage.start}" if len(stage) == 1 else f"layers {stage.start}-{stage.stop - 1}"
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+def _amount(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} KB"
 
 
 def describe(forward: Sequence[range], backward: Sequence[range], facts: PlanFacts | None) -> str:
@@ -50,7 +50,7 @@ def describe(forward: Sequence[range], backward: Sequence[range], facts: PlanFac
         chosen = costs[stage.start : stage.stop]
         times.append(sum(_job_ms(phase, cost.forward_ms, cost.recompute_ms, cost.backward_ms) for cost in chosen))
         sizes.append(stage_bytes(chosen, gradients=phase != "forward"))
-        lines.append(f"  {phase:<8} {i:>3}: {_layers(stage):<16} {_megabytes(sizes[-1]):>14} {times[-1]:>12.3f} ms")
+        lines.append(f"  {phase:<8} {i:>3}: {_layers(stage):<16} {_amount(sizes[-1]):>14} {times[-1]:>12.3f} ms")
     if jobs:
         slowest = max(range(len(jobs)), key=times.__getitem__)
         largest = max(range(len(jobs)), key=sizes.__getitem__)
@@ -77,11 +77,11 @@ def _job_ms(phase: str, forward: float | None, recompute: float | None, backward
 
 def _memory_line(name: str, size: int, request: Request) -> str:
     if request.stage_limit_bytes is None:
-        return f"largest stage: {name} with {_megabytes(size)}; no memory limit. Bound by: time"
+        return f"largest stage: {name} with {_amount(size)}; no memory limit. Bound by: time"
     bound = "memory" if 1.05 * size > request.stage_limit_bytes else "time"
     if request.num_devices == 1 and bound == "time":
         bound = "the number of layers" if request.min_stages == 1 else "the least number of stages"
     return (
-        f"largest stage: {name} with {_megabytes(size)} of {_megabytes(request.stage_limit_bytes)} (half the model "
+        f"largest stage: {name} with {_amount(size)} of {_amount(request.stage_limit_bytes)} (half the model "
         f"memory limit). Bound by: {bound}"
     )
