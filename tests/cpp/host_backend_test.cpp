@@ -9,6 +9,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -16,12 +17,12 @@
 
 #include "core/errors.h"
 #include "core/happens_before.h"
+#include "core/host_stream.h"
 
 namespace roundpipe {
 namespace {
 
 using Bytes = std::vector<unsigned char>;
-constexpr std::uint32_t kSlow = 100'000;  // microseconds: long enough that an operation has not run when asked at once
 
 HostBackendOptions checking(std::size_t devices = 1) {
   HostBackendOptions options;
@@ -45,6 +46,11 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 
 void up(Device& device, Stream& stream, void* dst, const void* src, std::size_t bytes) {
   device.copy(stream, Direction::kHostToDevice, dst, src, bytes);
+}
+
+// Keeps the stream from going on until the gate opens.
+void hold(Stream& stream, std::latch& gate) {
+  dynamic_cast<HostStream&>(stream).run([&gate] { gate.wait(); });
 }
 
 TEST(HostBackend, CopiesBytesUpAndDown) {
@@ -75,17 +81,34 @@ TEST(HostBackend, CopyStreamsRunBesideTheCaller) {
   auto stream = device.make_copy_stream("copy");
   auto event = device.make_event();
   Bytes source(8, 1), target(8, 0);
-  auto gate = device.make_event();
-  auto gate_stream = device.make_copy_stream("gate");
-  backend.set_delays(0, kSlow);
-  device.zero(*gate_stream, source.data(), 4);  // sleeps; the stream waits for it
-  device.record(*gate, *gate_stream);
-  device.wait(*stream, *gate);
-  backend.set_delays(0, 0);
+  std::latch gate(1);
+  hold(*stream, gate);
   up(device, *stream, target.data(), source.data(), 8);
   device.record(*event, *stream);
+  EXPECT_FALSE(device.query(*event));
+  source.assign(8, 2);  // read when the copy runs, not when it is called
+  gate.count_down();
   device.synchronize(*event);
-  EXPECT_TRUE(device.query(*gate));
+  EXPECT_EQ(target, Bytes(8, 2));
+}
+
+TEST(HostBackend, WaitHoldsTheStreamBack) {
+  HostBackend backend({});
+  Device& device = backend.device(0);
+  auto first = device.make_copy_stream("first");
+  auto second = device.make_copy_stream("second");
+  auto event = device.make_event(), done = device.make_event();
+  Bytes source(8, 1), target(8, 0);
+  std::latch gate(1);
+  hold(*first, gate);
+  device.zero(*first, source.data(), 4);
+  device.record(*event, *first);
+  device.wait(*second, *event);
+  up(device, *second, target.data(), source.data(), 8);
+  device.record(*done, *second);
+  EXPECT_FALSE(device.query(*done));
+  gate.count_down();
+  device.synchronize(*done);
   EXPECT_EQ(target, (Bytes{0, 0, 0, 0, 1, 1, 1, 1}));
 }
 
@@ -308,7 +331,7 @@ TEST(HostBackend, RegistrationIsAsStrictAsTheDrivers) {
   munmap(mapping, 4 * page);
 }
 
-TEST(HostBackend, DelaysAreSeededAndBounded) {
+TEST(HostBackend, DelaysSlowOperationsUntilTurnedOff) {
   HostBackend backend({});
   Device& device = backend.device(0);
   auto stream = device.make_copy_stream("copy");
@@ -406,18 +429,13 @@ TEST_F(Checked, QueryOrdersTheThreadOnlyWhenTrue) {
 }
 
 TEST_F(Checked, LaterWorkOfTheEnqueuerIsNotPartOfAQueuedCopysPast) {
-  auto gate_stream = device.make_copy_stream("gate");
-  auto gate = device.make_event();
-  // Holds `stream` until the thread has gone on: the gate opens behind a slow operation.
-  backend.set_delays(11, kSlow);
-  device.zero(*gate_stream, target.data() + 200, 8);
-  backend.set_delays(0, 0);
-  device.record(*gate, *gate_stream);
-  device.wait(*stream, *gate);
+  std::latch gate(1);
+  hold(*stream, gate);
   up(device, *stream, target.data(), host.data(), 64);
   checker.access(checker.this_thread(), Access::kWrite, host.data(), 64, "user writes inputs");
   auto second = device.make_event();
   device.record(*second, *stream);  // its enqueuer has written by now; the copy's had not
+  gate.count_down();
   drain();
   EXPECT_EQ(checker.take_reports().size(), 1U);
 }
