@@ -1,0 +1,30 @@
+"""RoundPipe: train models far larger than GPU memory on one machine.
+
+Weights, gradients and optimizer state live in host memory; stages of layers are streamed to any GPU, or to simulated
+devices where there is none.
+"""
+
+from __future__ import annotations
+
+from .devices import devices, use_devices
+from .model import RoundPipe
+from .optimizer_context import OptimizerCtx
+from .plan import ModelExecutePlan
+from .recompute import doing_recompute, get_recompute_data, save_for_recompute
+from .run_config import RoundPipeRunConfig
+from .wrap import wrap_model_to_roundpipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "RoundPipe",
+    "RoundPipeRunConfig",
+    "devices",
+    "doing_recompute",
+    "get_recompute_data",
+    "save_for_recompute",
+    "use_devices",
+    "wrap_model_to_roundpipe",
+]

@@ -1,0 +1,234 @@
+"""What crosses a boundary between stages: trees whose tensors lie in host memory between two devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import _ops
+from .errors import ConfigError
+from .units import is_dense
+
+if TYPE_CHECKING:
+    from .engine import Engine, Worker
+
+
+class Traffic(IntEnum):
+    """Kinds of traffic in the engine's byte counters (the order of the core's enumeration)."""
+
+    WEIGHTS = 0
+    GRADIENTS = 1
+    ACTIVATIONS = 2
+    BUFFERS = 3
+    INPUTS = 4
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """The permutation that makes a dense tensor contiguous; None when it is not dense."""
+    if tensor.is_contiguous():
+        return list(range(tensor.dim()))
+    if tensor.numel() == 0 or not is_dense(tensor):
+        return None
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d]))
+
+
+class HostTensor:
+    """One tensor in pinned host memory, dropped with its last reference. Immutable once made."""
+
+    __slots__ = ("__weakref__", "dtype", "nbytes", "on_host", "order", "record", "size", "traffic")
+
+    def __init__(self, record: int, like: torch.Tensor, order: list[int], traffic: Traffic, on_host: bool) -> None:
+        self.record = record
+        self.dtype = like.dtype
+        self.size = like.shape
+        self.nbytes = like.numel() * like.element_size()
+        self.order = order
+        self.traffic = traffic
+        self.on_host = on_host  # belongs on the host: a fetch gives a CPU tensor
+
+    def __del__(self) -> None:
+        if self.record:
+            _ops.drop_quietly(_ops.record_drop, self.record)
+
+    # -- making --------------------------------------------------------------------------------------------------
+    @staticmethod
+    def stash(worker: Worker, tensor: torch.Tensor, traffic: Traffic) -> HostTensor:
+        """Starts the copy down from ``worker``'s device; returns at once."""
+        _check_kind(tensor)
+        tensor = tensor.detach()
+        if tensor.device != worker.device:
+            return HostTensor.from_host(worker.engine, tensor, traffic, on_host=tensor.device.type == "cpu")
+        order = _memory_order(tensor)
+        if order is None:
+            tensor = tensor.contiguous()
+            order = list(range(tensor.dim()))
+        flat = tensor.permute(order)
+        record = _ops.stash(worker.engine.handle, worker.index, [flat], int(traffic), 0)
+        return HostTensor(record, tensor, order, traffic, on_host=False)
+
+    @staticmethod
+    def from_host(engine: Engine, tensor: torch.Tensor, traffic: Traffic, on_host: bool = False) -> HostTensor:
+        """Copies a tensor that is not on a worker's device into pinned memory now, on the calling thread."""
+        _check_kind(tensor)
+        tensor = tensor.detach().cpu().contiguous()
+        record = _ops.stash_host(engine.handle, [tensor])
+        return HostTensor(record, tensor, list(range(tensor.dim())), traffic, on_host)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+    def wait(self, worker_check: Any = None) -> None:
+        """Blocks until all bytes are on the host."""
+        _ops.wait(_ops.record_wait, self.record, check=worker_check)
+
+    def host(self) -> torch.Tensor:
+        """The tensor over the record's own memory, which it keeps alive. Requires ``wait()``."""
+        flat = _ops.record_host(self.record)[0]
+        return flat.permute(_inverse(self.order))
+
+    def order_after_read(self, worker: Worker) -> None:
+        """What ``worker`` computes next may overwrite the tensor that was stashed from its device."""
+        if not self.on_host:
+            _ops.wait(_ops.record_order_after_read, self.record, worker.index)
+
+    def fetch(self, worker: Worker) -> Fetch:
+        return Fetch(self, worker)
+
+
+class Fetch:
+    """A copy of a host tensor on its way up to a device."""
+
+    __slots__ = ("source", "target", "ticket", "worker")
+
+    def __init__(self, source: HostTensor, worker: Worker, recompute: bool = False) -> None:
+        self.source = source
+        self.worker = worker
+        self.ticket = 0
+        if source.on_host:
+            self.target = torch.empty(0)
+            return
+        size = [source.size[d] for d in source.order]
+        flat = torch.empty(size, dtype=source.dtype, device=worker.device)
+        self.target = flat.permute(_inverse(source.order)) if source.order != list(range(len(size))) else flat
+        self.ticket = _ops.fetch_start(worker.engine.handle, worker.index, source.record, [flat], int(source.traffic))
+
+    def wait(self) -> torch.Tensor:
+        """The tensor; what the device's compute stream does next comes after the copy."""
+        if self.source.on_host:
+            self.source.wait()
+            return self.source.host().clone()
+        if self.ticket:
+            _ops.wait(_ops.fetch_wait, self.ticket, check=self.worker.check)
+            self.ticket = 0
+        return self.target
+
+    def __del__(self) -> None:
+        if self.ticket:
+            _ops.drop_quietly(_ops.fetch_cancel, self.ticket)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    inverse = [0] * len(order)
+    for position, dimension in enumerate(order):
+        inverse[dimension] = position
+    return inverse
+
+
+def _check_kind(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise ConfigError(
+            f"a tensor of layout {tensor.layout} (shape {tuple(tensor.shape)}) crosses a boundary between layers; "
+            "expected a dense (strided) tensor. Convert it with .to_dense() or keep it inside one layer."
+        )
+
+
+@dataclass
+class Boundary:
+    """A tree at one boundary for one microbatch. Tensor leaves are HostTensors, others stand as they are."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    requires_grad: list[bool]
+
+    def fetch(self, worker: Worker) -> PendingTree:
+        return PendingTree(self, worker)
+
+
+class PendingTree:
+    """The tensors of a boundary on their way to a device; a tensor that stands at several leaves moves once."""
+
+    def __init__(self, boundary: Boundary, worker: Worker) -> None:
+        self.boundary = boundary
+        fetches: dict[int, Fetch] = {}
+        for leaf in boundary.leaves:
+            if isinstance(leaf, HostTensor) and id(leaf) not in fetches:
+                fetches[id(leaf)] = leaf.fetch(worker)
+        self._fetches = fetches
+
+    def wait(self) -> LiveTree:
+        arrived = {key: fetch.wait() for key, fetch in self._fetches.items()}
+        live = LiveTree(self.boundary.spec, [], list(self.boundary.requires_grad), {})
+        for leaf in self.boundary.leaves:
+            if isinstance(leaf, HostTensor):
+                tensor = arrived[id(leaf)]
+                live.leaves.append(tensor)
+                live.remember(tensor, leaf)
+            else:
+                live.leaves.append(leaf)
+        return live
+
+
+@dataclass
+class LiveTree:
+    """A tree on a device. ``known``: which of its tensors already lie in host memory, unchanged since."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Any]
+    requires_grad: list[bool]
+    known: dict[int, tuple[torch.Tensor, int, HostTensor]]
+
+    def value(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    def remember(self, tensor: torch.Tensor, host: HostTensor) -> None:
+        self.known[id(tensor)] = (tensor, tensor._version, host)
+
+    def stored(self, tensor: torch.Tensor) -> HostTensor | None:
+        entry = self.known.get(id(tensor))
+        if entry is not None and entry[0] is tensor and entry[1] == tensor._version:
+            return entry[2]
+        return None
+
+    def stash(self, worker: Worker, traffic: Traffic = Traffic.ACTIVATIONS) -> Boundary:
+        """Starts the copies down of every tensor that is not on the host yet."""
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                host = self.stored(leaf)
+                if host is None:
+                    host = HostTensor.stash(worker, leaf, traffic)
+                    self.remember(leaf, host)
+                leaves.append(host)
+            else:
+                leaves.append(leaf)
+        return Boundary(self.spec, leaves, list(self.requires_grad))
+
+
+def host_boundary(engine: Engine, tree: Any, traffic: Traffic = Traffic.INPUTS) -> Boundary:
+    """A boundary from the caller's own tensors, copied into pinned memory now."""
+    leaves, spec = pytree.tree_flatten(tree)
+    made: dict[int, HostTensor] = {}
+    out: list[Any] = []
+    grads = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in made:
+                made[id(leaf)] = HostTensor.from_host(engine, leaf, traffic)
+            out.append(made[id(leaf)])
+            grads.append(leaf.requires_grad)
+        else:
+            out.append(leaf)
+            grads.append(False)
+    return Boundary(spec, out, grads)

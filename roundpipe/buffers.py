@@ -1,0 +1,168 @@
+"""Buffers: a copy on each device that needs one, snapshots for recompute, and the way of changed values back home.
+
+Note [Buffers]
+  Host buffers do not change during a call: the values that forwards write are collected and copied home on the caller's
+  thread before the call returns. A forward whose layer will be recomputed notes, for each microbatch, which host tensor
+  holds the values it started from: the host's own until a forward changed them, a snapshot afterwards. Recompute starts
+  from exactly those and its own writes are thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .boundary import HostTensor, Traffic
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .engine import Engine, Worker
+    from .replica import LayerReplica
+
+
+class HostBuffers:
+    """Pinned copies of all buffers of a model, renewed on the caller's thread when the host's tensors changed."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self._layers = layers
+        self._stored: dict[int, tuple[torch.Tensor, int, int, HostTensor]] = {}
+
+    def refresh(self, engine: Engine) -> None:
+        seen = set()
+        for layer in self._layers:
+            for name, buffer in layer.named_buffers():
+                if id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                if buffer.requires_grad:
+                    raise ConfigError(
+                        f"buffer {name!r} requires grad; expected a Parameter for what is trained and a buffer without "
+                        "grad otherwise. Call buffer.requires_grad_(False) or register it as a Parameter."
+                    )
+                entry = self._stored.get(id(buffer))
+                if entry and entry[0] is buffer and entry[1:3] == (buffer._version, buffer.data_ptr()):
+                    continue
+                host = HostTensor.from_host(engine, buffer, Traffic.BUFFERS, on_host=False)
+                self._stored[id(buffer)] = (buffer, buffer._version, buffer.data_ptr(), host)
+        for key in self._stored.keys() - seen:
+            del self._stored[key]
+
+    def forget(self) -> None:
+        self._stored.clear()
+
+    def of(self, buffer: torch.Tensor) -> HostTensor:
+        return self._stored[id(buffer)][3]
+
+
+@dataclass
+class _Slot:
+    module: nn.Module  # of the host layer
+    twin: nn.Module
+    name: str
+    source: HostTensor  # what the device's copy was loaded from
+    tensor: torch.Tensor
+    version: int
+
+    def intact(self) -> bool:
+        return self.twin._buffers.get(self.name) is self.tensor and self.tensor._version == self.version
+
+
+class LayerBuffers:
+    """The buffers of one layer on one device during one job."""
+
+    def __init__(self, worker: Worker, replica: LayerReplica, host: HostBuffers) -> None:
+        self._worker = worker
+        self._replica = replica
+        self._slots: list[_Slot] = []
+        for module, twin, name in replica.buffer_slots():
+            buffer = module._buffers[name]
+            assert buffer is not None
+            source = host.of(buffer)
+            slot = _Slot(module, twin, name, source, buffer, -1)
+            cached = worker.buffers.get(id(buffer))
+            if cached is not None and cached[0] is source and cached[1]._version == cached[2]:
+                self._put(slot, source, cached[1])
+            else:
+                self._load(slot, source)
+                worker.buffers[id(buffer)] = (source, slot.tensor, slot.version)
+            self._slots.append(slot)
+        replica.alias_buffers()
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def _put(self, slot: _Slot, source: HostTensor, tensor: torch.Tensor) -> None:
+        slot.twin._buffers[slot.name] = tensor
+        slot.source, slot.tensor, slot.version = source, tensor, tensor._version
+
+    def _load(self, slot: _Slot, source: HostTensor) -> None:
+        self._put(slot, source, source.fetch(self._worker).wait())
+
+    def snapshot(self) -> list[HostTensor]:
+        """Where the values lie from which the coming forward starts. Changed ones are copied down before it may write."""
+        sources = []
+        for slot in self._slots:
+            if not slot.intact():
+                present = slot.twin._buffers.get(slot.name)
+                if present is None:
+                    raise ConfigError(f"a forward deleted the buffer {slot.name!r}; buffers must stay registered.")
+                source = HostTensor.stash(self._worker, present, Traffic.BUFFERS)
+                source.order_after_read(self._worker)
+                self._put(slot, source, present)
+            sources.append(slot.source)
+        return sources
+
+    @contextlib.contextmanager
+    def restored(self, sources: list[HostTensor]) -> Iterator[None]:
+        """Values as noted by ``snapshot`` of the forward that is being repeated; afterwards those from before."""
+        before = [(s.source, s.tensor, s.version, s.twin._buffers.get(s.name)) for s in self._slots]
+        try:
+            for slot, source in zip(self._slots, sources, strict=True):
+                if slot.source is not source or not slot.intact():
+                    self._load(slot, source)
+            self._replica.alias_buffers()
+            yield
+        finally:
+            for slot, (source, tensor, version, present) in zip(self._slots, before, strict=True):
+                slot.source, slot.tensor, slot.version = source, tensor, version
+                slot.twin._buffers[slot.name] = present
+            self._replica.alias_buffers()
+
+    def collect(self, updates: list[BufferUpdate]) -> None:
+        """Starts the way home of every value that differs from the host's."""
+        for slot in self._slots:
+            buffer = slot.module._buffers.get(slot.name)
+            cached = self._worker.buffers.get(id(buffer))
+            if cached is not None and slot.intact() and slot.source is cached[0] and cached[1] is slot.tensor:
+                continue
+            present = slot.twin._buffers.get(slot.name)
+            if present is None:
+                continue
+            source = slot.source if slot.intact() else HostTensor.stash(self._worker, present, Traffic.BUFFERS)
+            updates.append(BufferUpdate(slot.module, slot.name, source))
+            if buffer is not None:
+                self._worker.buffers.pop(id(buffer), None)
+
+
+@dataclass
+class BufferUpdate:
+    """A buffer that a forward changed; applied on the caller's thread before the call returns."""
+
+    module: nn.Module
+    name: str
+    value: HostTensor
+
+    def apply(self, check: Any) -> None:
+        self.value.wait(check)
+        value = self.value.host()
+        buffer = self.module._buffers.get(self.name)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            with torch.no_grad():
+                buffer.copy_(value)
+        else:
+            self.module._buffers[self.name] = value.clone()

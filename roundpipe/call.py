@@ -1,0 +1,310 @@
+"""One call of a model: what its jobs share, how its results and its failure reach the caller."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import _ops, errors, random_state
+from .ambient import Ambient
+from .boundary import Boundary, HostTensor, LiveTree, PendingTree
+from .buffers import BufferUpdate
+from .engine import Engine, Watchdog, Worker
+from .errors import RoundPipeError
+from .layer_call import LayerFacts
+from .stage_job import Phase, StageJob
+from .units import Unit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .plan import ModelExecutePlan
+    from .window import Window
+
+_NO_RNG_KEPT = 0x5DEECE66D  # mixed into recompute's seeds when the forward's random numbers need not be seen again
+
+
+class CallAborted(Exception):
+    """Ends a job whose call has already failed; never reaches the caller."""
+
+
+class Call:
+    """Shared by the jobs of one ``forward`` or ``forward_backward``.
+
+    The caller's thread makes it, dispatches it and collects; workers run its jobs. ``_changed`` covers the dictionaries
+    below it and is notified whenever one of them, the failure or the number of open jobs changes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: list[nn.Module],
+        units_of: list[list[Unit]],
+        host_buffers: Any,
+        facts: list[LayerFacts],
+        loss_facts: LayerFacts,
+        *,
+        inputs: list[Boundary],
+        labels: list[Boundary],
+        loss_fn: Callable[[Any, Any], Any],
+        grain: str,
+        preserve_rng: bool,
+        keeps_graph: bool,
+        keeps_outputs: bool,
+        window: Window | None,
+    ) -> None:
+        self.engine = engine
+        self.layers = layers
+        self.units_of = units_of
+        self.host_buffers = host_buffers
+        self.facts = facts
+        self.loss_facts = loss_facts
+        self.labels = labels
+        self.loss_fn = loss_fn
+        self.grain = grain
+        self.preserve_rng = preserve_rng
+        self.keeps_graph = keeps_graph
+        self.keeps_outputs = keeps_outputs
+        self.window = window
+        self.predecessor = window.calls[-1] if window is not None and window.calls else None
+        self.num_microbatch = len(inputs)
+        self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
+        self.ambient = Ambient.capture()
+        self.seed = random_state.draw_call_seed()
+
+        self.saved_layers: frozenset[int] = frozenset()  # layers whose inputs recompute starts from
+        self.buffer_sources: dict[tuple[int, int], list[HostTensor]] = {}
+        self.buffer_updates: list[BufferUpdate] = []
+        self.touched: dict[int, set[int]] = {}  # by unit: trainable parameters that got a gradient
+        self.stores: dict[int, torch.Tensor] = {}  # by unit: the gradient image this call writes
+        self.losses: dict[int, tuple[list[HostTensor], bool]] = {}
+        self.outputs: dict[int, Boundary] = {}
+        self._recompute_data: dict[tuple[int, int], Boundary] = {}
+
+        self._changed = threading.Condition()
+        self._boundaries: dict[tuple[int, int], Boundary] = {(m, 0): b for m, b in enumerate(inputs)}
+        self._gradients: dict[tuple[int, int], list[HostTensor | None] | None] = {}
+        self.error: BaseException | None = None
+        self.jobs: list[StageJob] = []
+        self._open_jobs = 0
+        self._open_forward = 0
+        self.settled = False
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    # -- dispatch (caller's thread) ------------------------------------------------------------------------------
+    def dispatch(self, plan: ModelExecutePlan) -> None:
+        """Deals the jobs out to the devices, in program order, and starts their uploads."""
+        jobs = [StageJob(self, Phase.FORWARD, stage, i) for i, stage in enumerate(plan.fwd_plan)]
+        if self.keeps_graph:
+            lowest = self._lowest_needed()
+            backward = [s for s in plan.bwd_plan if s.stop > lowest]
+            if not backward:
+                backward = plan.bwd_plan[:1]
+            jobs += [
+                StageJob(self, Phase.FUSED if i == 0 else Phase.BACKWARD, stage, i) for i, stage in enumerate(backward)
+            ]
+            if self.grain == "layer":
+                fused = backward[0]
+                self.saved_layers = frozenset(x for s in backward for x in s) - {fused.stop - 1}
+                if len(fused) == 1:
+                    self.saved_layers -= {fused.start}
+            else:
+                self.saved_layers = frozenset(s.start for s in backward[1:])
+        self.jobs = jobs
+        with self.engine.dispatch_lock:
+            self._reserve(jobs)
+            self._open_jobs = len(jobs)
+            self._open_forward = sum(job.phase is not Phase.BACKWARD for job in jobs)
+            self.engine.calls_in_flight.add(self)
+            for opened, job in enumerate(jobs):
+                worker = self.engine.next_worker()
+                try:
+                    job.open(worker)
+                except BaseException as error:
+                    with self._changed:
+                        self._open_jobs -= len(jobs) - opened
+                    self.fail(error, worker=worker, job=job)
+                    break
+                worker.submit(job)
+        handles = [job.handle for job in jobs if job.handle]
+        self._finalizer = weakref.finalize(self, _forget_jobs, handles)
+
+    def _lowest_needed(self) -> int:
+        """The lowest layer that a gradient must reach."""
+        if self.wants_input_grads:
+            return 0
+        for index, units in enumerate(self.units_of):
+            if any(unit.trainable for unit in units):
+                return index
+        return len(self.layers)
+
+    def _reserve(self, jobs: list[StageJob]) -> None:
+        """Regions large enough for two consecutive jobs of each device, or at least for the largest one."""
+        count = self.engine.device_count
+        sizes: list[list[int]] = [[] for _ in range(count)]
+        for ahead, job in enumerate(jobs):
+            sizes[self.engine.peek(ahead)].append(job.job_bytes)
+        wanted, least = [], []
+        largest = max(job.job_bytes for job in jobs)
+        for own in sizes:
+            # Another call may follow with any of these jobs on this device, so the pairs wrap around.
+            pairs = [a + b for a, b in zip(own, own[1:] + own[:1], strict=True)] if len(own) > 1 else []
+            wanted.append(max([*pairs, largest * 2 if not pairs else 0, *own]))
+            least.append(max([*own, 0]))
+        self.engine.reserve_regions(wanted, least)
+
+    def gradient_images(self, unit: Unit) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(image to start from, image to write) for one backward job of ``unit``."""
+        own = self.stores.get(unit.key)
+        if own is not None:
+            return own, own
+        assert self.window is not None
+        load = self.window.image(unit)
+        store = unit.gradient_image(other_than=load)
+        self.stores[unit.key] = store
+        return load, store
+
+    # -- what jobs exchange (workers) ----------------------------------------------------------------------------
+    def check(self) -> None:
+        if self.error is not None:
+            raise CallAborted
+
+    def boundary(self, microbatch: int, layer: int, block: bool) -> Boundary | None:
+        with self._changed:
+            while (microbatch, layer) not in self._boundaries:
+                self.check()
+                if not block:
+                    return None
+                self._changed.wait()
+            return self._boundaries[microbatch, layer]
+
+    def has_boundary(self, microbatch: int, layer: int) -> bool:
+        """Call with ``_changed`` held, as ``wait_for``'s condition is."""
+        return (microbatch, layer) in self._boundaries
+
+    def forward_done(self) -> bool:
+        """Whether every forward and the fused job have ended, so that outputs and buffers are complete."""
+        return self._open_forward == 0
+
+    def put_boundary(self, microbatch: int, layer: int, boundary: Boundary) -> None:
+        with self._changed:
+            self._boundaries[microbatch, layer] = boundary
+            self._changed.notify_all()
+
+    def drop_boundary(self, microbatch: int, layer: int) -> None:
+        with self._changed:
+            self._boundaries.pop((microbatch, layer), None)
+
+    def gradient(self, microbatch: int, layer: int, block: bool) -> tuple[bool, list[HostTensor | None] | None]:
+        """(whether it is known, gradients of the tensors at the input of ``layer`` that require grad)."""
+        with self._changed:
+            while (microbatch, layer) not in self._gradients:
+                self.check()
+                if not block:
+                    return False, None
+                self._changed.wait()
+            return True, self._gradients.pop((microbatch, layer))
+
+    def put_gradient(self, microbatch: int, layer: int, grads: list[HostTensor | None] | None) -> None:
+        with self._changed:
+            self._gradients[microbatch, layer] = grads
+            self._changed.notify_all()
+
+    def keep_recompute_data(self, worker: Worker, microbatch: int, layer: int, data: Any) -> None:
+        leaves, spec = pytree.tree_flatten(data)
+        live = LiveTree(spec, leaves, [False] * len(leaves), {})
+        self._recompute_data[microbatch, layer] = live.stash(worker)
+
+    def recompute_data(self, worker: Worker, microbatch: int, layer: int) -> Any:
+        boundary = self._recompute_data.pop((microbatch, layer), None)
+        return None if boundary is None else PendingTree(boundary, worker).wait().value()
+
+    def layer_seed(self, microbatch: int, layer: int, recomputing: bool) -> int:
+        seed = random_state.layer_seed(self.seed, microbatch, layer)
+        return seed ^ _NO_RNG_KEPT if recomputing and not self.preserve_rng else seed
+
+    def wait_predecessor(self) -> None:
+        """Before gradients go down: the call before must have kept its own, or its sum could not be restored."""
+        if self.predecessor is not None:
+            self.predecessor.wait_jobs(self.check)
+            if self.predecessor.error is not None:
+                raise CallAborted
+            self.predecessor = None
+
+    # -- ending --------------------------------------------------------------------------------------------------
+    def fail(self, error: BaseException, *, worker: Worker, job: StageJob) -> None:
+        """The first failure is the call's; the other jobs stop at their next safe point."""
+        if isinstance(error, CallAborted):
+            if self.error is None and self.predecessor is not None and self.predecessor.error is not None:
+                error = self.predecessor.error
+            elif self.error is None:
+                error = RoundPipeError("a job was aborted without a reason")
+            else:
+                return
+        microbatch, layer = job.where()
+        located: BaseException = error
+        if isinstance(error, Exception):
+            located = errors.locate(
+                error, device=worker.name, phase=job.phase.value, stage=job.position, layer=layer,
+                microbatch=microbatch,
+            )
+        with self._changed:
+            if self.error is None:
+                self.error = located
+            self._changed.notify_all()
+
+    def job_finished(self, job: StageJob) -> None:
+        with self._changed:
+            self._open_jobs -= 1
+            self._open_forward -= job.phase is not Phase.BACKWARD
+            if self._open_jobs == 0 and (self.keeps_graph or self.error is not None):
+                self._boundaries.clear()
+                self._recompute_data.clear()
+                self.buffer_sources.clear()
+            self._changed.notify_all()
+
+    @property
+    def finished(self) -> bool:
+        return self._open_jobs == 0
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Blocks the calling thread in slices until ``condition`` or a failure of this call."""
+        watchdog = Watchdog(self.engine, what)
+        with self._changed:
+            while not condition() and self.error is None:
+                self._changed.wait(timeout=0.1)
+                watchdog()
+
+    def wait_jobs(self, check: Callable[[], None] | None = None) -> None:
+        """Blocks until every job has ended, well or not, and all gradients are on the host. Does not raise for a
+        failure of this call: look at ``error``.
+        """
+        watchdog = Watchdog(self.engine, "the jobs of a call")
+        with self._changed:
+            while self._open_jobs:
+                self._changed.wait(timeout=0.1)
+                watchdog()
+                if check is not None:
+                    check()
+        if self.settled:
+            return
+        for job in self.jobs:
+            if job.handle and job.with_gradients and self.error is None:
+                try:
+                    _ops.wait(_ops.job_wait_gradients, job.handle, check=watchdog)
+                except RoundPipeError as error:
+                    with self._changed:
+                        self.error = self.error or error
+        self.settled = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+
+def _forget_jobs(handles: list[int]) -> None:
+    for handle in handles:
+        _ops.drop_quietly(_ops.job_forget, handle)

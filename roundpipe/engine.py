@@ -1,0 +1,260 @@
+"""The process's engine: devices, their worker threads, and the one sequence in which jobs are dealt out to them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from . import _ops
+from .devices import DeviceSpec, active_spec, devices
+from .errors import ConfigError, DeviceOutOfMemory, RoundPipeError, StallError
+from .replica import DeviceParameters, LayerReplica
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Covers the process-wide CPU generator, and with it all layer compute on simulated devices: a layer draws from the
+# state derived for it, and nobody may draw in between.
+cpu_generator_lock = threading.RLock()
+
+
+class Runnable(Protocol):
+    def run(self, worker: Worker) -> None: ...
+
+
+class Worker:
+    """One device and the thread that launches its compute."""
+
+    def __init__(self, engine: Engine, index: int, device: torch.device) -> None:
+        self.engine = engine
+        self.index = index
+        self.device = device
+        self.simulated = device.type == "cpu"
+        self.name = devices()[index].name
+        self.parameters = DeviceParameters(device)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)  # makes stage entries part of a graph
+        self.stream = None if self.simulated else torch.cuda.Stream(device)
+        self._replicas: dict[int, tuple[weakref.ref[nn.Module], LayerReplica]] = {}
+        self.buffers: dict[int, Any] = {}
+        self.region = torch.empty(0, dtype=torch.uint8, device=device)
+        self.check: Callable[[], None] | None = None  # asked between slices of a wait; raises to end it
+        self._views: dict[Any, list[torch.Tensor]] = {}
+        self._queue: queue.SimpleQueue[Runnable | None] = queue.SimpleQueue()
+        if self.stream is not None:
+            _ops.engine_set_stream(engine.handle, index, self.stream.cuda_stream)
+        self.thread = threading.Thread(target=self._loop, name=f"roundpipe-{self.name}", daemon=True)
+        self.thread.start()
+
+    def submit(self, job: Runnable) -> None:
+        self._queue.put(job)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def _loop(self) -> None:
+        if self.stream is not None:
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self.stream)
+        while True:
+            job = self._queue.get()
+            if job is None:
+                return
+            job.run(self)
+            del job
+            self.engine.progress += 1
+
+    # -- device memory -------------------------------------------------------------------------------------------
+    def set_region(self, size_bytes: int) -> None:
+        """Replaces the weight region. Only while no job is open."""
+        self._views.clear()
+        self.region = torch.empty(0, dtype=torch.uint8, device=self.device)
+        _ops.engine_set_region(self.engine.handle, self.index, self.region)
+        if self.stream is None:
+            self.region = torch.empty(size_bytes, dtype=torch.uint8)
+        else:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                self.region = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        _ops.engine_set_region(self.engine.handle, self.index, self.region)
+
+    def views(self, key: Any, layouts: list[Any], offset: int) -> list[torch.Tensor]:
+        """Views of the region for one packed image; places repeat, so they are made once."""
+        found = self._views.get((key, offset))
+        if found is None:
+            if len(self._views) > 4096:
+                self._views.clear()
+            found = [layout.view(self.region, offset) for layout in layouts]
+            self._views[(key, offset)] = found
+        return found
+
+    # -- skeletons -----------------------------------------------------------------------------------------------
+    def replica(self, layer: nn.Module) -> LayerReplica:
+        """This device's skeleton of a layer, made on first use and forgotten with the layer."""
+        entry = self._replicas.get(id(layer))
+        if entry is not None and entry[0]() is layer:
+            return entry[1]
+        replica = LayerReplica(layer, self.parameters)
+        self._replicas[id(layer)] = (weakref.ref(layer), replica)
+        return replica
+
+    def forget(self, layers: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        for layer in layers:
+            self._replicas.pop(id(layer), None)
+        self.parameters.forget(parameters)
+        self._views.clear()
+
+
+class Engine:
+    """Owns the core engine of one set of devices. One is open at a time; models find it through ``current()``."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        self.spec = spec
+        found = devices()
+        check = os.environ.get("ROUNDPIPE_CHECK", "0") == "1" and spec.kind == "host"
+        self.handle = _ops.engine_open(
+            spec.kind, [d.ordinal for d in found], spec.memory_limit_bytes or 0, check
+        )
+        self.progress = 0  # jobs and updates finished; the watchdog looks at it
+        self.dispatch_lock = threading.RLock()  # jobs of one call enter all queues before those of the next
+        self._next = 0
+        self.calls_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.workers = [Worker(self, i, d.device) for i, d in enumerate(found)]
+        self.closed = False
+
+    @property
+    def device_count(self) -> int:
+        return len(self.workers)
+
+    @property
+    def simulated(self) -> bool:
+        return self.spec.kind == "host"
+
+    def next_worker(self) -> Worker:
+        """The device of the next job of the one continuous sequence. Hold ``dispatch_lock``."""
+        worker = self.workers[self._next]
+        self._next = (self._next + 1) % len(self.workers)
+        return worker
+
+    def peek(self, ahead: int) -> int:
+        return (self._next + ahead) % len(self.workers)
+
+    # -- device memory -------------------------------------------------------------------------------------------
+    def reserve_regions(self, wanted: list[int], least: list[int]) -> None:
+        """Makes every device's region at least ``wanted`` bytes, or ``least`` where memory does not allow more.
+
+        Hold ``dispatch_lock``. Waits for all work when a region must grow.
+        """
+        if all(w.region.numel() >= size for w, size in zip(self.workers, wanted, strict=True)):
+            return
+        limit = self.spec.memory_limit_bytes
+        if limit:
+            wanted = [max(minimum, min(size, limit)) for size, minimum in zip(wanted, least, strict=True)]
+        for worker, size, minimum in zip(self.workers, wanted, least, strict=True):
+            if worker.region.numel() >= size:
+                continue
+            self.wait_idle()
+            try:
+                worker.set_region(size)
+            except (torch.OutOfMemoryError, DeviceOutOfMemory):
+                if minimum >= size:
+                    raise
+                worker.set_region(minimum)
+
+    # -- waiting and ending --------------------------------------------------------------------------------------
+    def wait_idle(self) -> None:
+        """Blocks until no job is open and no copy is under way."""
+        _ops.wait(_ops.engine_wait_idle, self.handle, check=Watchdog(self))
+
+    def raise_reports(self) -> None:
+        """Raises what the happens-before checker found (simulated devices with ROUNDPIPE_CHECK=1)."""
+        reports = _ops.engine_reports(self.handle) if self.simulated else ""
+        if reports:
+            raise RoundPipeError(f"the happens-before checker found unordered accesses:\n{reports}")
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for worker in self.workers:
+            worker.stop()
+        for worker in self.workers:
+            worker.thread.join(timeout=5.0)
+        for worker in self.workers:
+            worker._views.clear()
+            worker._replicas.clear()
+        _ops.drop_quietly(_ops.engine_close, self.handle)
+
+
+class Watchdog:
+    """Turns a wait without any progress into an error that shows the counters."""
+
+    def __init__(self, engine: Engine, what: str = "the engine", dump: Callable[[], str] | None = None) -> None:
+        self.engine = engine
+        self.what = what
+        self.dump = dump
+        self.limit_s = float(os.environ.get("ROUNDPIPE_STALL_SECONDS", "600"))
+        self._seen = -1
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        if self.engine.progress != self._seen:
+            self._seen = self.engine.progress
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > self.limit_s:
+            facts = _ops.engine_live(self.engine.handle)
+            raise StallError(
+                f"no progress for {self.limit_s:.0f} s while waiting for {self.what}; records, bytes, peak bytes, open "
+                f"jobs, handles = {facts}" + (f"; {self.dump()}" if self.dump else "")
+                + ". Raise ROUNDPIPE_STALL_SECONDS if a single layer may take longer than that."
+            )
+
+
+_engine: Engine | None = None
+_engine_lock = threading.Lock()  # covers making and replacing the one engine
+_creator_pid = os.getpid()
+
+
+def current() -> Engine:
+    """The open engine; opened on first use with the devices that were asked for.
+
+    Raises:
+        RoundPipeError: in a forked child, where the engine of the parent must not be touched.
+    """
+    global _engine
+    if os.getpid() != _creator_pid:
+        raise RoundPipeError(
+            "RoundPipe was used in a forked child process; its engine lives in the parent only. Start the child with "
+            "the 'spawn' method, or keep RoundPipe calls out of DataLoader workers."
+        )
+    with _engine_lock:
+        spec = active_spec()
+        if _engine is not None and _engine.spec == spec:
+            return _engine
+        if _engine is not None:
+            if any(not call.finished for call in list(_engine.calls_in_flight)):
+                raise ConfigError("the devices cannot change while a call is in flight; synchronize() the models first.")
+            _engine.close()
+            _engine = None
+        _engine = Engine(spec)
+        return _engine
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _at_exit() -> None:
+    if _engine is not None and os.getpid() == _creator_pid:
+        _engine.close()
+
+
+atexit.register(_at_exit)

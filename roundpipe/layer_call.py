@@ -1,0 +1,184 @@
+"""One call of one layer for one microbatch on a device: random numbers, autocast, attributes, autograd's entry."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from . import random_state, recompute
+from .boundary import LiveTree
+from .engine import cpu_generator_lock
+
+if TYPE_CHECKING:
+    from .ambient import Ambient
+    from .engine import Worker
+    from .replica import LayerReplica
+
+
+@dataclass
+class LayerFacts:
+    """What earlier calls taught about a layer; None: not seen yet."""
+
+    writes_input: bool | None = None  # modifies a tensor of its input in place
+    draws_cpu: bool | None = None  # takes random numbers from the CPU generator
+
+
+class EntryGrads:
+    """Receives the gradients that autograd delivers at a stage's input."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.grads: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
+
+
+class _Entry(torch.autograd.Function):
+    """Makes tensors that came from the host the beginning of a graph.
+
+    They are outputs of a node and no leaves, so a layer may write them in place; they are not views, because the node
+    gets them beside its arguments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, entry: EntryGrads) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(entry.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:  # type: ignore[override]
+        ctx.entry.grads = grads
+        return None, None
+
+
+def enter_graph(live: LiveTree, worker: Worker) -> EntryGrads | None:
+    """Lets every leaf of ``live`` that requires grad do so on this device; None when there is none.
+
+    ``grads[i]`` of the result belongs to the i-th leaf among those wanted (each tensor once).
+    """
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, int] = {}
+    for leaf, wanted in zip(live.leaves, live.requires_grad, strict=True):
+        if wanted and isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+            seen[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+    if not tensors:
+        return None
+    entry = EntryGrads(tensors)
+    outs = _Entry.apply(worker.anchor, entry)
+    for position, leaf in enumerate(live.leaves):
+        if isinstance(leaf, torch.Tensor) and live.requires_grad[position]:
+            out = outs[seen[id(leaf)]]
+            if out is not leaf:
+                host = live.stored(leaf)
+                if host is not None:
+                    live.remember(out, host)
+                live.leaves[position] = out
+    return entry
+
+
+def _drop(_: torch.Tensor) -> None:
+    return None
+
+
+def _unavailable(_: Any) -> torch.Tensor:
+    raise RuntimeError(
+        "a layer ran a backward pass inside its own forward while that forward keeps nothing because it will be "
+        "recomputed; compute such inner gradients in the last (fused) stage or detach them."
+    )
+
+
+def discard_saved() -> contextlib.AbstractContextManager[Any]:
+    """A forward that will be repeated tracks requires_grad exactly but keeps nothing for backward."""
+    return torch.autograd.graph.saved_tensors_hooks(_drop, _unavailable)
+
+
+def run_under_lock(worker: Worker) -> contextlib.AbstractContextManager[Any]:
+    """Simulated devices compute under the lock that covers the CPU generator."""
+    return cpu_generator_lock if worker.simulated else contextlib.nullcontext()
+
+
+def call_seeded(
+    worker: Worker, facts: LayerFacts, seed: int, ambient: Ambient, function: Callable[[], Any]
+) -> Any:
+    """Runs ``function`` with the generators of this device seeded, and the caller's states restored afterwards."""
+    with contextlib.ExitStack() as stack:
+        watched = None
+        if worker.simulated or facts.draws_cpu is not False:
+            stack.enter_context(cpu_generator_lock)
+            watched = stack.enter_context(random_state.seeded(seed, torch.device("cpu")))
+        if not worker.simulated:
+            stack.enter_context(random_state.seeded(seed, worker.device))
+        with ambient.entered():
+            out = function()
+    if watched is not None and watched.drew:
+        facts.draws_cpu = True
+    elif facts.draws_cpu is None:
+        facts.draws_cpu = False
+    return out
+
+
+def call_layer(
+    worker: Worker,
+    replica: LayerReplica,
+    facts: LayerFacts,
+    live: LiveTree,
+    *,
+    first: bool,
+    seed: int,
+    ambient: Ambient,
+    scope: recompute.RecomputeScope,
+) -> LiveTree:
+    """Runs a layer on ``live`` and gives its output; a tensor passed through unchanged keeps its place on the host.
+
+    ``first``: the tree is ``(args, kwargs)`` of the model's own call. Otherwise it is the single positional argument.
+    """
+    inputs = [leaf for leaf in live.leaves if isinstance(leaf, torch.Tensor)]
+    versions = [t._version for t in inputs]
+
+    def run() -> Any:
+        replica.pull()
+        with recompute.entered(scope):
+            if first:
+                args, kwargs = live.value()
+                return replica.root(*args, **kwargs)
+            return replica.root(live.value())
+
+    with run_under_lock(worker):
+        out = call_seeded(worker, facts, seed, ambient, run)
+        replica.push()
+
+    written = any(t._version != v for t, v in zip(inputs, versions, strict=True))
+    if written or facts.writes_input is None:
+        facts.writes_input = written
+    leaves, spec = pytree.tree_flatten(out)
+    grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+    result = LiveTree(spec, leaves, grads, {})
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            host = live.stored(leaf)
+            if host is not None:
+                result.remember(leaf, host)
+    return result
+
+
+def detach_tree(live: LiveTree) -> LiveTree:
+    """The same tensors outside any graph, for the next layer of a forward that keeps nothing."""
+    plain: dict[int, torch.Tensor] = {}
+    out = LiveTree(live.spec, [], live.requires_grad, {})
+    for leaf in live.leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensor = plain.get(id(leaf))
+            if tensor is None:
+                tensor = plain[id(leaf)] = leaf.data
+                host = live.stored(leaf)
+                if host is not None:
+                    out.remember(tensor, host)
+            out.leaves.append(tensor)
+        else:
+            out.leaves.append(leaf)
+    return out

@@ -1,0 +1,328 @@
+"""``RoundPipe``: a model whose weights stay in host memory and are streamed to the devices, stage by stage."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import engine as engines
+from . import runs
+from .errors import ConfigError, ConfigTypeError
+from .optimizer_context import in_optimizer_context
+from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
+from .training_state import TrainingState
+
+_OWN_ATTRIBUTES = frozenset({"model", "layers", "num_layers", "name", "original_model", "training"})
+
+
+def _sum_of_outputs(output: Any, label: Any) -> Any:
+    """The default loss: the model's output is the loss."""
+    del label
+    return output
+
+
+class RoundPipe(nn.Module):
+    """Wraps a model for training in stages that are streamed round-robin over the devices.
+
+    Args:
+        model: an ``nn.Sequential`` (its children are the layers) or any other module (one layer), on the CPU. Its
+            parameters are moved into pinned host memory; the Parameter objects stay the same.
+        optim_dtype: dtype of the optimizer's copy of the parameters; None: the weights' own.
+        name: for messages; default ``file:line`` of the construction.
+        model_run_config: defaults for every call.
+        pin_model: "alloc" (weights are copied, layer by layer, into exact-size pinned memory).
+
+    Attributes that the wrapper does not have are read, written and deleted on the wrapped model.
+
+    Raises:
+        ConfigError, ConfigTypeError: the model or an argument cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: str = "alloc",
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
+        if isinstance(model, RoundPipe):
+            raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
+        if pin_model != "alloc":
+            raise ConfigError(f"pin_model={pin_model!r}: expected 'alloc'")
+        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
+            raise ConfigError(f"optim_dtype={optim_dtype!r}: expected a floating-point torch.dtype or None")
+        config = RoundPipeRunConfig() if model_run_config is None else model_run_config
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigTypeError(
+                f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig"
+            )
+        layers = list(model.children()) if isinstance(model, nn.Sequential) else [model]
+        if not layers:
+            raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
+        _claim(model, layers, self)
+        own = self.__dict__
+        own["_lock"] = threading.RLock()  # one call at a time takes tickets and changes the window
+        own["_state"] = TrainingState(layers, optim_dtype, engines.current())
+        own["_config"] = config
+        own["layers"] = layers
+        own["num_layers"] = len(layers)
+        own["name"] = name if name is not None else _call_site()
+        own["original_model"] = None
+        own["training"] = model.training
+        self._modules["model"] = model
+
+    # -- running -------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """The model's output for a batch, merged from its microbatches, on the CPU.
+
+        Under ``torch.no_grad()`` it uses the newest weights that are complete; call ``synchronize()`` first to have
+        those of a step that still runs. Returns when the outputs are on the host.
+        """
+        with self._lock:
+            return runs.infer(self._state, self._resolve(roundpipe_run_config), args, kwargs)
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _sum_of_outputs,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Forward, loss and backward of one batch.
+
+        Args:
+            input_args: positional arguments of the first layer, split into microbatches.
+            input_kwargs: keyword arguments of the first layer, likewise.
+            label: a tree, split like the arguments.
+            loss_fn: ``loss_fn(output, label)`` of one microbatch, called on its device; a one-element tensor, or a list.
+            return_outputs: also give the merged outputs.
+            run_config: overrides the model's.
+
+        Returns:
+            The sum of the microbatch losses on the CPU (a list of sums if ``loss_fn`` returns several), or
+            ``(loss, outputs)``. Gradients accumulate until the next ``step``. Returns when losses, outputs and input
+            gradients are on the host; backward may still run, and what fails there is raised by the next call.
+
+        Raises:
+            RuntimeError: gradients are disabled.
+            ConfigError, SplitError, PlanError: the arguments cannot be used; nothing was run.
+            StageError, DeviceOutOfMemory, HostOutOfMemory: a layer or ``loss_fn`` failed; this call's gradients are
+                dropped, those of earlier calls of the window are kept, and the next call works.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "forward_backward was called with gradients disabled (torch.no_grad or inference_mode); call the model "
+                "itself for inference, or leave the no_grad block"
+            )
+        if not isinstance(input_args, tuple):
+            raise ConfigTypeError(
+                f"forward_backward(input_args=...): got {type(input_args).__name__}, expected a tuple of positional "
+                "arguments; write (x,) for a single one"
+            )
+        if not callable(loss_fn):
+            raise ConfigTypeError(f"forward_backward(loss_fn=...): got {type(loss_fn).__name__}, expected a callable")
+        with self._lock:
+            return runs.train(
+                self._state, self._resolve(run_config), input_args, dict(input_kwargs or {}), label, loss_fn,
+                return_outputs,
+            )
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, once the gradients are there.
+
+        There ``parameters()`` means the optimizer's parameters, with their gradients in ``.grad``. Asynchronously it
+        returns at once and the next iteration computes with the weights of one step before; with ``is_async=False`` it
+        returns when the new weights are in place, and training goes as in plain PyTorch.
+
+        Raises:
+            ConfigError: there are gradients but no optimizer parameters (the optimizer was built outside OptimizerCtx).
+            StageError: an earlier call failed, or (synchronously) ``step_fn`` raised.
+        """
+        if not callable(step_fn):
+            raise ConfigTypeError(f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable")
+        with self._lock:
+            self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)
+
+    def synchronize(self) -> None:
+        """Waits for everything. Afterwards the host weights are the newest and ``.grad`` of the model's own parameters
+        holds what has accumulated since the last step. Raises what failed meanwhile.
+        """
+        with self._lock:
+            self._state.synchronize()
+
+    # -- optimizer parameters ------------------------------------------------------------------------------------
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, optimizer parameter) of every parameter that requires grad; made on first use."""
+        with self._lock:
+            self._state.ensure_optimizer_parameters()
+        named = self._naming_model().named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
+        for name, host in named:
+            parameter = self._state.optimizer.get(host)
+            if parameter is not None:
+                yield name, parameter
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's own parameters, in the order of the model's."""
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Inside an optimizer context the optimizer's parameters; outside, the host model's, with a warning."""
+        if in_optimizer_context():
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+            return
+        import warnings
+
+        warnings.warn(
+            f"{self.name}: parameters() outside roundpipe.OptimizerCtx gives the host weights, which an optimizer must "
+            "not be built on; use `with roundpipe.OptimizerCtx():` or optim_parameters() for an optimizer.",
+            stacklevel=3,
+        )
+        yield from self._naming_model().named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters(recurse=recurse):
+            yield parameter
+
+    def set_original_model(self, model: nn.Module) -> None:
+        """``model``: the module as the user knows it, of which the wrapped one is a rearrangement. Its attributes are
+        reachable through the wrapper, and state dict and parameter names are its own.
+        """
+        self.__dict__["original_model"] = model
+
+    def _naming_model(self) -> nn.Module:
+        original = self.original_model
+        return self.model if original is None else original  # type: ignore[no-any-return]
+
+    # -- nn.Module's verbs ---------------------------------------------------------------------------------------
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients everywhere: accumulated, under way, and the optimizer's."""
+        with self._lock:
+            self._state.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state with its original names; waits for everything first."""
+        self.synchronize()
+        return self._naming_model().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights by their original names, with or without the wrapper's ``model.`` prefix; waits first.
+
+        Optimizer parameters take the loaded values too.
+        """
+        self.synchronize()
+        target = self._naming_model()
+        own = target.state_dict().keys()
+        if not own & state_dict.keys() and any(key.startswith("model.") for key in state_dict):
+            state_dict = {key.removeprefix("model."): value for key, value in state_dict.items()}
+        result = target.load_state_dict(state_dict, strict=strict, assign=assign)
+        with self._lock:
+            self._state.adopt_edits(force=True)
+        return result
+
+    def train(self, mode: bool = True) -> RoundPipe:
+        self._naming_model().train(mode)
+        self.model.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> RoundPipe:
+        self.model.requires_grad_(requires_grad)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        probe = fn(torch.zeros(1))
+        if probe.device.type != "cpu":
+            raise ConfigError(
+                f"a RoundPipe model cannot be moved to {probe.device}: its weights live in host memory and visit the "
+                "devices only while they compute. Leave .to(device)/.cuda() out; inputs may be on any device."
+            )
+        raise ConfigError(
+            "the dtype of a wrapped model cannot be changed; convert the model before wrapping it "
+            "(RoundPipe(model.bfloat16()))."
+        )
+
+    # -- attributes ----------------------------------------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        modules = self.__dict__.get("_modules", {})
+        if name == "model" and "model" in modules:
+            return modules["model"]
+        if name.startswith("__") or "model" not in modules:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        original = self.__dict__.get("original_model")
+        if original is not None and hasattr(original, name):
+            return getattr(original, name)
+        return getattr(modules["model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN_ATTRIBUTES or "model" not in self.__dict__.get("_modules", {}) or name in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        original = self.__dict__.get("original_model")
+        target = original if original is not None and hasattr(original, name) else self.model
+        setattr(target, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in _OWN_ATTRIBUTES:
+            super().__delattr__(name)
+            return
+        original = self.__dict__.get("original_model")
+        delattr(original if original is not None and hasattr(original, name) else self.model, name)
+
+    # -- hooks of the planner ------------------------------------------------------------------------------------
+    def _layer_costs(self) -> Any:
+        return self._state._layer_costs()
+
+    def _plan_limits(self) -> tuple[int, int | None]:
+        return self._state._plan_limits()
+
+    def _resolve(self, config: RoundPipeRunConfig | None) -> ResolvedConfig:
+        return resolve(
+            self._config, config, devices=engines.current().device_count, grad_enabled=torch.is_grad_enabled()
+        )
+
+
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[RoundPipe]] = weakref.WeakKeyDictionary()
+_owners_lock = threading.Lock()  # covers the claim of modules by wrappers
+
+
+def _claim(model: nn.Module, layers: list[nn.Module], wrapper: RoundPipe) -> None:
+    """Two living wrappers may not share a module with parameters: each would think the weights its own."""
+    with _owners_lock:
+        for module in [model, *(m for layer in layers for m in layer.modules())]:
+            if isinstance(module, RoundPipe):
+                raise ConfigError(f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first")
+            known = _owners.get(module)
+            owner = known() if known is not None else None
+            if owner is not None and any(True for _ in module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"{type(module).__name__} is already part of the living wrapper {owner.name!r}; use that one, or "
+                    "delete it before wrapping the module again."
+                )
+        for module in [model, *(m for layer in layers for m in layer.modules())]:
+            _owners[module] = weakref.ref(wrapper)
+
+
+def _call_site() -> str:
+    """``file:line`` of the first frame outside this package."""
+    frame = sys._getframe(1)
+    package = __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package + "."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,167 @@
+"""The optimizer's own copy of the trainable parameters, and the conversions between it and the host weights."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import _ops
+from .engine import Engine
+from .units import TensorLayout, Unit
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _flat(image: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    """The elements of a packed tensor in memory order, one-dimensional."""
+    return image.narrow(0, layout.offset, layout.nbytes).view(layout.dtype)
+
+
+@dataclass
+class OptimizerParameter:
+    """One trainable parameter as the optimizer sees it; ``flat`` is its memory, with the order of the host weight."""
+
+    host: nn.Parameter
+    flat: torch.Tensor
+    parameter: nn.Parameter
+    layout: TensorLayout
+    gradient: torch.Tensor | None = None  # kept over steps, so that no step pays for fresh pages
+
+    def free_gradient(self) -> torch.Tensor:
+        """Memory for a gradient that nobody else looks at (one-dimensional, in the order of ``flat``)."""
+        # Two references: this object's and getrefcount's argument. More: someone kept an old .grad (a view of it).
+        if self.gradient is None or sys.getrefcount(self.gradient) > 2 or self._viewed():
+            self.gradient = _ops.host_empty([self.flat.numel()], self.flat.dtype)
+        return self.gradient
+
+    def _viewed(self) -> bool:
+        assert self.gradient is not None
+        return torch._C._storage_Use_Count(self.gradient.untyped_storage()._cdata) > 2
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.layout.size, self.layout.stride)
+
+
+class OptimizerParameters:
+    """All optimizer parameters of a model; made on first use for those that require grad."""
+
+    def __init__(self, units: list[Unit], dtype: torch.dtype | None) -> None:
+        self._units = units
+        self._dtype = dtype
+        self._made: dict[int, OptimizerParameter] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def ensure(self) -> None:
+        """Makes what is missing, from the present host weights. Requires that no publish is outstanding."""
+        for unit in self._units:
+            for index in unit.trainable:
+                host, layout = unit.parameters[index], unit.layouts[index]
+                if id(host) in self._made:
+                    continue
+                dtype = self._dtype if self._dtype is not None and host.is_floating_point() else host.dtype
+                flat = _ops.host_empty([host.numel()], dtype)
+                flat.copy_(_flat(unit.image, layout))
+                parameter = nn.Parameter(flat.as_strided(layout.size, layout.stride))
+                parameter.__dict__.update(host.__dict__)
+                self._made[id(host)] = OptimizerParameter(host, flat, parameter, layout)
+
+    def get(self, host: nn.Parameter) -> nn.Parameter | None:
+        entry = self._made.get(id(host))
+        return None if entry is None else entry.parameter
+
+    def refresh(self, hosts: list[nn.Parameter]) -> None:
+        """Takes over host weights that the user edited."""
+        for host in hosts:
+            entry = self._made.get(id(host))
+            if entry is not None:
+                with torch.no_grad():
+                    entry.parameter.copy_(host)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for entry in self._made.values():
+            grad = entry.parameter.grad
+            if grad is not None:
+                if set_to_none:
+                    entry.parameter.grad = None
+                else:
+                    grad.zero_()
+
+    # -- conversions (optimizer thread) --------------------------------------------------------------------------
+    def take(self, engine: Engine, unit: Unit, image: torch.Tensor, ticket: int) -> TakenUnit:
+        """Starts converting a unit's gradients into memory of the optimizer's dtype, once ``ticket`` is ready."""
+        sources, targets, entries = [], [], []
+        for index, layout in zip(unit.trainable, unit.gradient_layouts, strict=True):
+            entry = self._made[id(unit.parameters[index])]
+            sources.append(_flat(image, layout))
+            targets.append(entry.free_gradient())
+            entries.append(entry)
+        return TakenUnit(entries, targets, _Conversion(engine, ticket, sources, targets))
+
+    def publish(self, engine: Engine, unit: Unit, ticket: int) -> _Conversion:
+        """Starts writing the optimizer's values into the host weights, once ``ticket`` is ready."""
+        sources, targets = [], []
+        for index in unit.trainable:
+            entry = self._made.get(id(unit.parameters[index]))
+            if entry is not None:
+                sources.append(entry.flat)
+                targets.append(_flat(unit.image, unit.layouts[index]))
+        return _Conversion(engine, ticket, sources, targets)
+
+
+class _Conversion:
+    """Element-wise conversion of several tensors under one ticket."""
+
+    def __init__(self, engine: Engine, ticket: int, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._pairs = list(zip(sources, targets, strict=True))
+        self._update = 0
+        if all(s.dtype in _KERNEL_DTYPES and t.dtype in _KERNEL_DTYPES for s, t in self._pairs):
+            self._update = _ops.update_convert(engine.handle, ticket, sources, targets, [0] * len(targets))
+
+    def wait(self) -> None:
+        """Blocks until done. Raises Poisoned when what it waits for has failed."""
+        if self._update:
+            _ops.wait(_ops.update_wait, self._engine.handle, self._update)
+            return
+        # Dtypes without a kernel of ours (double, complex): torch converts, under the same ticket.
+        state = 0
+        while state == 0:
+            state = _ops.ticket_wait(self._ticket, 100)
+        if state == 1:
+            with torch.no_grad():
+                for source, target in self._pairs:
+                    target.copy_(source)
+        _ops.ticket_finish(self._ticket, state != 1)
+        if state != 1:
+            raise _ops.Poisoned("the gradients or weights that this update waits for have failed")
+
+
+class TakenUnit:
+    """Gradients of one unit on their way into the optimizer's memory."""
+
+    def __init__(
+        self, entries: list[OptimizerParameter], targets: list[torch.Tensor], conversion: _Conversion
+    ) -> None:
+        self._entries = entries
+        self._targets = targets
+        self._conversion = conversion
+
+    def wait(self) -> None:
+        self._conversion.wait()
+
+    def assign(self, touched: set[int]) -> None:
+        """Adds to, or becomes, ``.grad`` of the parameters that got a gradient; None stays None."""
+        for position in touched:
+            entry = self._entries[position]
+            grad = entry.shaped(self._targets[position])
+            if entry.parameter.grad is None:
+                entry.parameter.grad = grad
+            else:
+                entry.parameter.grad = entry.parameter.grad + grad
+        self._entries, self._targets = [], []

@@ -1,0 +1,147 @@
+"""The optimizer thread: runs steps one after the other beside the devices."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import _ops
+from .engine import Engine, Watchdog
+from .errors import RoundPipeError, StageError
+from .optimizer_context import OptimizerCtx
+
+if TYPE_CHECKING:
+    from .optimizer_params import OptimizerParameters
+    from .units import Unit
+    from .window import Window
+
+
+class OptimizerThread:
+    """One for the process: step functions of different models may share an optimizer. Started on first use."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()  # covers starting the thread once
+
+    def submit(self, task: Callable[[], None]) -> None:
+        with self._start_lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._loop, name="roundpipe-optimizer", daemon=True)
+                self._thread.start()
+        self._queue.put(task)
+
+    def _loop(self) -> None:
+        with OptimizerCtx():
+            while True:
+                self._queue.get()()
+
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+
+thread = OptimizerThread()
+
+
+class StepTask:
+    """One ``model.step``, or only the publishing of an earlier one. Dispatched with its tickets; ends by itself.
+
+    In order: ``publish_first`` writes what earlier steps left in the optimizer's parameters; then the window's
+    gradients are taken and ``function`` runs; then ``publish_last``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parameters: OptimizerParameters,
+        units: list[Unit],
+        window: Window | None,
+        function: Callable[[], Any] | None,
+        *,
+        publish_first: bool,
+        publish_last: bool,
+    ) -> None:
+        self.engine = engine
+        self.parameters = parameters
+        self.window = window
+        self.function = function
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.ended = threading.Event()
+        trainable = [unit for unit in units if unit.trainable]
+        self._first = [(u, _ops.ticket_issue(u.handle, _PUBLISH)) for u in trainable] if publish_first else []
+        self._takes: list[tuple[Unit, Any, int]] = []
+        if window is not None:
+            # Gradients arrive from the last layer to the first.
+            for unit in reversed(trainable):
+                image = window.image(unit)
+                if image is not None:
+                    self._takes.append((unit, image, _ops.ticket_issue(unit.handle, _TAKE)))
+        self._last = [(u, _ops.ticket_issue(u.handle, _PUBLISH)) for u in trainable] if publish_last else []
+
+    def run(self) -> None:
+        try:
+            self._publish(self._first)
+            self._first = []
+            self._take_and_step()
+            self._publish(self._last)
+            self._last = []
+        except BaseException as error:  # noqa: BLE001 (reaches the caller through `error`)
+            self.error = error
+        finally:
+            for _, ticket in self._first + self._last:
+                _ops.drop_quietly(_ops.ticket_finish, ticket, True)
+            for _, _, ticket in self._takes:
+                _ops.drop_quietly(_ops.ticket_finish, ticket, True)
+            self.function = None
+            self.engine.progress += 1
+            self.ended.set()
+
+    def _publish(self, tickets: list[tuple[Unit, int]]) -> None:
+        conversions = [self.parameters.publish(self.engine, unit, ticket) for unit, ticket in tickets]
+        for conversion in conversions:
+            conversion.wait()
+
+    def _take_and_step(self) -> None:
+        if self.window is None:
+            return
+        takes, self._takes = self._takes, []
+        taken = [(unit, self.parameters.take(self.engine, unit, image, ticket)) for unit, image, ticket in takes]
+        poisoned = False
+        for _, one in taken:
+            try:
+                one.wait()
+            except _ops.Poisoned:
+                poisoned = True
+        for call in self.window.calls:
+            call.wait_jobs()
+        if poisoned or any(call.error is not None for call in self.window.calls):
+            self.cancelled = True
+            return
+        for unit, one in taken:
+            one.assign(self.window.touched(unit))
+        taken.clear()
+        if self.function is None:
+            return
+        try:
+            self.function()
+        except Exception as error:
+            located = StageError(error, phase="step")
+            located.__cause__ = error
+            raise located from error
+
+    def wait(self) -> None:
+        """Blocks until it has ended. Does not raise for a failure of the step: look at ``error``."""
+        if thread.is_current():
+            raise RoundPipeError(
+                "a step function waited for its own model (synchronize, state_dict, a synchronous step); do that after "
+                "model.step() on the main thread."
+            )
+        watchdog = Watchdog(self.engine, "the optimizer thread")
+        while not self.ended.wait(timeout=0.1):
+            watchdog()
+
+
+_PUBLISH, _TAKE = 1, 4  # TicketKind of the core

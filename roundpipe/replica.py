@@ -1,0 +1,176 @@
+"""Module skeletons: one for each layer and device, sharing everything with the host module but its tensors.
+
+A skeleton is a shallow copy of the layer's module tree whose parameters are re-pointed to views of the device's weight
+region at every job, and whose buffers are the device's copies. Everything else (attributes, hooks, train/eval flags) is
+taken from the host module before each call and plain attributes that the forward assigned are written back after it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_MISSING = object()
+
+
+class DeviceParameters:
+    """The device-side Parameter objects of one device: one for each host parameter, whatever layers use it.
+
+    Layers that share a parameter share its object here too, so that autograd adds their gradients as it would on the
+    host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.accumulated: Callable[[nn.Parameter], None] | None = None  # told of every accumulation of a gradient
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def get(self, host: nn.Parameter) -> nn.Parameter:
+        entry = self._made.get(id(host))
+        if entry is not None and entry[0] is host:
+            made = entry[1]
+            if made.requires_grad != host.requires_grad:
+                made.requires_grad_(host.requires_grad)
+            return made
+        data = torch.empty(0, dtype=host.dtype, device=self.device)
+        made = nn.Parameter(data, requires_grad=True)
+        made.__dict__.update(host.__dict__)
+        made.register_post_accumulate_grad_hook(self._hook)
+        made.requires_grad_(host.requires_grad)
+        self._made[id(host)] = (host, made)
+        return made
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        if self.accumulated is not None:
+            self.accumulated(parameter)  # type: ignore[arg-type]
+
+    def forget(self, hosts: list[nn.Parameter]) -> None:
+        for host in hosts:
+            self._made.pop(id(host), None)
+
+
+class LayerReplica:
+    """The skeleton of one layer on one device. Used by that device's worker only."""
+
+    def __init__(self, layer: nn.Module, parameters: DeviceParameters) -> None:
+        self.layer = layer
+        self._parameters = parameters
+        self._nodes: list[tuple[nn.Module, nn.Module]] = []
+        self._given: list[dict[str, Any]] = []
+        self.root = self._build()
+
+    # -- structure -----------------------------------------------------------------------------------------------
+    def _build(self) -> nn.Module:
+        twins: dict[int, nn.Module] = {}
+        self._nodes = []
+
+        def make(module: nn.Module) -> nn.Module:
+            known = twins.get(id(module))
+            if known is not None:
+                return known
+            twin = module.__class__.__new__(module.__class__)
+            twins[id(module)] = twin
+            self._nodes.append((module, twin))
+            twin.__dict__["_modules"] = {
+                name: None if child is None else make(child) for name, child in module._modules.items()
+            }
+            twin.__dict__["_parameters"] = {
+                name: None if p is None else self._parameters.get(p) for name, p in module._parameters.items()
+            }
+            twin.__dict__["_buffers"] = dict(module._buffers)
+            return twin
+
+        root = make(self.layer)
+        self._twins = twins
+        self._given = [{} for _ in self._nodes]
+        return root
+
+    def _structure_changed(self) -> bool:
+        for module, twin in self._nodes:
+            children = twin._modules
+            if module._modules.keys() != children.keys() or module._parameters.keys() != twin._parameters.keys():
+                return True
+            for name, child in module._modules.items():
+                if children[name] is not (None if child is None else self._twins.get(id(child))):
+                    return True
+        return False
+
+    # -- before and after a call ---------------------------------------------------------------------------------
+    def begin_job(self) -> None:
+        """Follows structural changes of the host module; parameters of the skeleton become the device's objects."""
+        if self._structure_changed():
+            self._build_again()
+        for module, twin in self._nodes:
+            own = twin._parameters
+            for name, parameter in module._parameters.items():
+                own[name] = None if parameter is None else self._parameters.get(parameter)
+
+    def _build_again(self) -> None:
+        self.root = self._build()
+
+    def pull(self) -> None:
+        """Takes over attributes, hooks and flags of the host module."""
+        for index, (module, twin) in enumerate(self._nodes):
+            host, given = module.__dict__, {}
+            for name, value in host.items():
+                if name not in _OWN:
+                    given[name] = self._rebind(value)
+            own = twin.__dict__
+            for name in own.keys() - given.keys() - _OWN:
+                del own[name]
+            own.update(given)
+            self._given[index] = given
+
+    def push(self) -> None:
+        """Writes back the plain attributes that the forward assigned or deleted."""
+        for (module, twin), given in zip(self._nodes, self._given, strict=True):
+            own = twin.__dict__
+            for name, value in own.items():
+                if name not in _OWN and given.get(name, _MISSING) is not value:
+                    module.__dict__[name] = value
+            if len(own) < len(given) + len(_OWN):
+                for name in given.keys() - own.keys():
+                    module.__dict__.pop(name, None)
+
+    def _rebind(self, value: Any) -> Any:
+        """Methods and modules of the host layer that stand in attributes become those of the skeleton."""
+        if isinstance(value, types.MethodType):
+            twin = self._twins.get(id(value.__self__))
+            return value if twin is None else types.MethodType(value.__func__, twin)
+        if isinstance(value, nn.Module):
+            return self._twins.get(id(value), value)
+        if type(value) in (list, tuple) and any(isinstance(v, nn.Module) for v in value):
+            return type(value)(self._twins.get(id(v), v) if isinstance(v, nn.Module) else v for v in value)
+        if type(value) is dict and any(isinstance(v, nn.Module) for v in value.values()):
+            return {k: self._twins.get(id(v), v) if isinstance(v, nn.Module) else v for k, v in value.items()}
+        return value
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+    def buffer_slots(self) -> list[tuple[nn.Module, nn.Module, str]]:
+        """(host module, skeleton module, name) of every buffer that is not None, each tensor once."""
+        slots = []
+        seen: set[int] = set()
+        for module, twin in self._nodes:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    slots.append((module, twin, name))
+        return slots
+
+    def alias_buffers(self) -> None:
+        """Buffers registered at several places of the layer are one tensor on the device too."""
+        first: dict[int, torch.Tensor | None] = {}
+        for module, twin in self._nodes:
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    twin._buffers[name] = None
+                elif id(buffer) in first:
+                    twin._buffers[name] = first[id(buffer)]
+                else:
+                    first[id(buffer)] = twin._buffers[name]

@@ -1,0 +1,159 @@
+"""The two kinds of call, from arguments to results: inference, and forward with backward at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .batch import merge_outputs, split_inputs, split_label
+from .boundary import Boundary, HostTensor, host_boundary
+from .call import Call
+from .engine import Engine
+from .plan import ModelExecutePlan
+from .run_config import ResolvedConfig
+from .training_state import TrainingState
+
+
+def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward without backward; gives the merged outputs on the host."""
+    engine = state.prepare()
+    with torch.no_grad():
+        pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
+        inputs = [host_boundary(engine, piece) for piece in pieces]
+        call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=False, keeps_outputs=True)
+        _dispatch(state, call, config, "infer")
+        end = len(state.layers)
+        call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
+        _raise_if_failed(state, call)
+        outputs = [_host_tree(call.boundary(m, end, block=True), call) for m in range(call.num_microbatch)]
+        call.wait_jobs()
+        _raise_if_failed(state, call)
+        _apply_buffers(state, call)
+        return merge_outputs(outputs, config.merge_output)
+
+
+def train(
+    state: TrainingState,
+    config: ResolvedConfig,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    label: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    return_outputs: bool,
+) -> Any:
+    """Forward, loss and backward of every microbatch; gives the summed losses, and the outputs if asked for."""
+    engine = state.prepare()
+    pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
+    count = len(pieces)
+    labels = split_label(label, count, config.split_label, pieces.row_counts)
+    inputs = [host_boundary(engine, piece) for piece in pieces]
+    label_trees = [host_boundary(engine, piece) for piece in labels]
+    call = _make_call(
+        state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
+    )
+    _dispatch(state, call, config, "fused")
+    call.wait_for(lambda: len(call.losses) == count and call.forward_done(), "the losses")
+    _raise_if_failed(state, call)
+    total = _sum_losses(call)
+    outputs = None
+    if return_outputs:
+        outputs = merge_outputs([_host_tree(call.outputs.pop(m), call) for m in range(count)], config.merge_output)
+    # A layer that draws from the CPU generator will draw again in its recompute; the caller must not draw in between.
+    if any(facts.draws_cpu for facts in state.facts):
+        call.wait_jobs()
+        _raise_if_failed(state, call)
+    if call.wants_input_grads:
+        _deliver_input_grads(state, call, pieces)
+    _apply_buffers(state, call)
+    return (total, outputs) if return_outputs else total
+
+
+def _no_loss(output: Any, label: Any) -> Any:
+    raise AssertionError("inference has no loss")
+
+
+def _make_call(
+    state: TrainingState,
+    engine: Engine,
+    config: ResolvedConfig,
+    inputs: list[Boundary],
+    labels: list[Boundary],
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    keeps_graph: bool,
+    keeps_outputs: bool,
+) -> Call:
+    return Call(
+        engine, state.layers, state.units_of, state.host_buffers, state.facts, state.loss_facts,
+        inputs=inputs, labels=labels, loss_fn=loss_fn, grain=config.recompute_grain,
+        preserve_rng=config.preserve_rng_state, keeps_graph=keeps_graph, keeps_outputs=keeps_outputs,
+        window=state.window if keeps_graph else None,
+    )
+
+
+def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type: str) -> None:
+    plan: ModelExecutePlan = config.execute_plan if config.execute_plan is not None else state.plan(run_type)
+    plan.check_valid(len(state.layers), run_type)
+    state.began(call)
+    if call.window is not None:
+        call.window.calls.append(call)
+    call.dispatch(plan)
+
+
+def _raise_if_failed(state: TrainingState, call: Call) -> None:
+    if call.error is not None:
+        state.raise_failures()
+
+
+def _sum_losses(call: Call) -> Any:
+    sums: list[torch.Tensor] = []
+    several = False
+    for m in range(call.num_microbatch):
+        losses, several = call.losses[m]
+        for i, loss in enumerate(losses):
+            loss.wait()
+            value = loss.host().clone()
+            if m == 0:
+                sums.append(value)
+            else:
+                sums[i] = sums[i] + value
+    call.losses.clear()
+    return sums if several else sums[0]
+
+
+def _host_tree(boundary: Boundary | None, call: Call) -> Any:
+    assert boundary is not None
+    leaves = []
+    for leaf in boundary.leaves:
+        if isinstance(leaf, HostTensor):
+            leaf.wait()
+            leaves.append(leaf.host())
+        else:
+            leaves.append(leaf)
+    return pytree.tree_unflatten(leaves, boundary.spec)
+
+
+def _apply_buffers(state: TrainingState, call: Call) -> None:
+    updates, call.buffer_updates = call.buffer_updates, []
+    for update in updates:
+        update.apply(None)
+
+
+def _deliver_input_grads(state: TrainingState, call: Call, pieces: Any) -> None:
+    """Runs the caller's own graph backward from the pieces of his inputs."""
+    call.wait_jobs()
+    _raise_if_failed(state, call)
+    tensors, grads = [], []
+    for m, piece in enumerate(pieces):
+        _, found = call.gradient(m, 0, block=True)
+        wanted = {id(t): t for t in pytree.tree_leaves(piece) if isinstance(t, torch.Tensor) and t.requires_grad}
+        for tensor, grad in zip(wanted.values(), found or [None] * len(wanted), strict=True):
+            if grad is not None:
+                grad.wait()
+                tensors.append(tensor)
+                grads.append(grad.host().clone().to(tensor.device))
+    if tensors:
+        torch.autograd.backward(tensors, grads)

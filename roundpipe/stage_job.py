@@ -1,0 +1,472 @@
+"""One job: all microbatches of a call through one stage on one device.
+
+Note [Phases]
+  forward   weights up, every microbatch through the layers, the input of each layer that recompute starts from and the
+            output go down. Nothing is kept for backward, but autograd tracks which tensors require grad.
+  fused     the last stage: forward, loss and backward of a microbatch at once, without recompute.
+  backward  recompute from the saved input and backward, the whole stage ("stage") or layer by layer ("layer").
+  Gradients of a unit start down when the last microbatch has passed it; the input's gradients go down for each
+  microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from . import _ops, layer_call
+from .boundary import Fetch, HostTensor, LiveTree, PendingTree, Traffic
+from .buffers import LayerBuffers
+from .errors import ConfigError, RoundPipeError
+from .recompute import RecomputeScope
+from .units import Unit
+
+if TYPE_CHECKING:
+    from .call import Call
+    from .engine import Worker
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    FUSED = "fused"
+    BACKWARD = "backward"
+
+
+class StageJob:
+    """Made and queued on the caller's thread, run once on its device's worker."""
+
+    def __init__(self, call: Call, phase: Phase, stage: range, position: int) -> None:
+        self.call = call
+        self.phase = phase
+        self.stage = stage
+        self.position = position  # of the stage in its plan, for messages
+        self.handle = 0
+        layers = list(stage) if phase is not Phase.BACKWARD or call.grain == "stage" else list(reversed(stage))
+        ordered: dict[int, Unit] = {unit.key: unit for layer in layers for unit in call.units_of[layer]}
+        self.units = list(ordered.values())
+        self.index = {unit.key: i for i, unit in enumerate(self.units)}
+        self.with_gradients = phase is not Phase.FORWARD
+        self._ready: set[int] = set()
+        self._weights_done: set[int] = set()
+        self._handed: set[int] = set()
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._fired: dict[int, set[int]] = {}  # by unit: parameters that got their last gradient
+        self._owner: dict[int, tuple[Unit, int]] = {}
+        self._buffers: dict[int, LayerBuffers] = {}
+        self._last = False  # the present backward is the last one of this job
+        self._hook_failure: BaseException | None = None
+        self._at: tuple[int | None, int | None] = (None, None)  # (microbatch, layer) for messages
+
+    @property
+    def job_bytes(self) -> int:
+        return sum(unit.job_bytes(self.with_gradients) for unit in self.units)
+
+    def open(self, worker: Worker) -> None:
+        """Takes the tickets and queues the uploads; program order (caller's thread)."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        loads, stores = [], []
+        for unit in self.units:
+            load, store = (None, None)
+            if self.with_gradients and unit.gradient_bytes:
+                load, store = self.call.gradient_images(unit)
+            loads.append(empty if load is None else load)
+            stores.append(empty if store is None else store)
+        self.handle = _ops.job_open(
+            worker.engine.handle, worker.index, [unit.handle for unit in self.units], loads, stores
+        )
+
+    # -- running -------------------------------------------------------------------------------------------------
+    def run(self, worker: Worker) -> None:
+        call = self.call
+        worker.check = call.check
+        worker.parameters.accumulated = self._accumulated
+        try:
+            call.check()
+            if call.keeps_graph:
+                with torch.enable_grad():
+                    self._run(worker)
+            else:
+                with torch.no_grad():
+                    self._run(worker)
+            self._release_all(worker)
+            _ops.job_close(self.handle)
+        except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
+            _ops.job_abort(self.handle)
+            call.fail(error, worker=worker, job=self)
+        finally:
+            worker.parameters.accumulated = None
+            self._buffers.clear()
+            self._gradients.clear()
+            worker.check = None
+            call.job_finished(self)
+
+    def _run(self, worker: Worker) -> None:
+        for layer in self.stage:
+            worker.replica(self.call.layers[layer]).begin_job()
+        if self.phase is Phase.FORWARD:
+            self._run_forward(worker)
+        elif self.phase is Phase.FUSED:
+            self._run_fused(worker)
+        else:
+            self._run_backward(worker)
+        if self.phase is not Phase.BACKWARD:
+            updates = self.call.buffer_updates
+            for buffers in self._buffers.values():
+                buffers.collect(updates)
+
+    def _inputs(self, worker: Worker, microbatch: int, block: bool) -> PendingTree | None:
+        """Starts the input of a microbatch on its way up; not blocking gives None when it is not there yet."""
+        boundary = self.call.boundary(microbatch, self.stage.start, block)
+        return None if boundary is None else boundary.fetch(worker)
+
+    def _run_forward(self, worker: Worker) -> None:
+        call, stage = self.call, self.stage
+        pending = self._inputs(worker, 0, block=True)
+        for m in range(call.num_microbatch):
+            call.check()
+            live = (pending or self._must(self._inputs(worker, m, block=True))).wait()
+            pending = self._inputs(worker, m + 1, block=False) if m + 1 < call.num_microbatch else None
+            if stage.start not in call.saved_layers:
+                call.drop_boundary(m, stage.start)
+            live = self._forward_layers(worker, m, live, stage)
+            call.put_boundary(m, stage.stop, live.stash(worker))
+
+    @staticmethod
+    def _must(pending: PendingTree | None) -> PendingTree:
+        assert pending is not None
+        return pending
+
+    def _forward_layers(self, worker: Worker, m: int, live: LiveTree, layers: range) -> LiveTree:
+        """Layers of a forward that keeps nothing; their saved inputs go down on the way."""
+        call = self.call
+        for layer in layers:
+            if layer != self.stage.start and layer in call.saved_layers:
+                call.put_boundary(m, layer, live.stash(worker))
+            if call.keeps_graph:
+                live = layer_call.detach_tree(live)
+                layer_call.enter_graph(live, worker)
+                with layer_call.discard_saved():
+                    live = self._call_layer(worker, m, layer, live, recomputing=False)
+                live = layer_call.detach_tree(live)
+            else:
+                live = self._call_layer(worker, m, layer, live, recomputing=False)
+            if m == call.num_microbatch - 1 and self.phase is Phase.FORWARD:
+                self._pass_weights(layer)
+        return live
+
+    def _run_fused(self, worker: Worker) -> None:
+        call, stage = self.call, self.stage
+        split = stage.stop - 1 if call.grain == "layer" else stage.start  # layers before it are recomputed
+        pending = self._inputs(worker, 0, block=True)
+        label = call.labels[0].fetch(worker)
+        for m in range(call.num_microbatch):
+            call.check()
+            live = (pending or self._must(self._inputs(worker, m, block=True))).wait()
+            label_value = label.wait().value()
+            pending = None
+            if m + 1 < call.num_microbatch:
+                pending = self._inputs(worker, m + 1, block=False)
+                label = call.labels[m + 1].fetch(worker)
+            live = layer_call.detach_tree(self._forward_layers(worker, m, live, range(stage.start, split)))
+            entry = layer_call.enter_graph(live, worker)
+            for layer in range(split, stage.stop):
+                live = self._call_layer(worker, m, layer, live, recomputing=False, saves_graph=True)
+            losses = self._loss(worker, m, live, label_value)
+            if call.keeps_outputs:
+                call.outputs[m] = layer_call.detach_tree(live).stash(worker)
+            del live, label_value
+            grads = self._backward(worker, m, losses, [None] * len(losses), entry, range(split, stage.stop))
+            del losses
+            grads = self._backward_by_layer(worker, m, range(stage.start, split), grads)
+            call.drop_boundary(m, stage.start)
+            self._deliver(worker, m, stage.start, grads)
+        self._hand_over_rest()
+
+    def _arriving(self, worker: Worker, m: int, block: bool) -> _Arriving | None:
+        """Starts a backward microbatch's gradients and, for grain "stage", its input on their way up."""
+        came, grads = self.call.gradient(m, self.stage.stop, block)
+        if not came:
+            return None
+        if grads is None:
+            return _Arriving(None, None)
+        tree = self._inputs(worker, m, block=True) if self.call.grain == "stage" else None
+        return _Arriving([None if g is None else g.fetch(worker) for g in grads], tree)
+
+    def _run_backward(self, worker: Worker) -> None:
+        call, stage = self.call, self.stage
+        arriving = self._arriving(worker, 0, block=True)
+        for m in range(call.num_microbatch):
+            call.check()
+            present = arriving or self._arriving(worker, m, block=True)
+            assert present is not None
+            arriving = self._arriving(worker, m + 1, block=False) if m + 1 < call.num_microbatch else None
+            if present.grads is None:  # nothing downstream depends on this stage for this microbatch
+                for layer in stage:
+                    call.drop_boundary(m, layer)
+                call.put_gradient(m, stage.start, None)
+                continue
+            grads: list[torch.Tensor | None] | None = [None if g is None else g.wait() for g in present.grads]
+            if present.tree is None:
+                grads = self._backward_by_layer(worker, m, stage, grads)
+            else:
+                live = present.tree.wait()
+                entry = layer_call.enter_graph(live, worker)
+                for layer in stage:
+                    live = self._call_layer(worker, m, layer, live, recomputing=True, saves_graph=True)
+                outs = _distinct_tensors(live)
+                del live
+                grads = self._backward(worker, m, outs, grads, entry, stage)
+                del outs
+            call.drop_boundary(m, stage.start)
+            self._deliver(worker, m, stage.start, grads)
+        self._hand_over_rest()
+
+    def _backward_by_layer(
+        self, worker: Worker, m: int, layers: range, grads: list[torch.Tensor | None] | None
+    ) -> list[torch.Tensor | None] | None:
+        """Recompute and backward one layer at a time; ``grads`` belong to the output of the last of ``layers``."""
+        call = self.call
+        pending: PendingTree | None = None
+        for layer in reversed(layers):
+            if grads is not None:
+                live = (pending or self._saved(worker, m, layer)).wait()
+                pending = self._saved(worker, m, layer - 1) if layer - 1 in layers else None
+                entry = layer_call.enter_graph(live, worker)
+                live = self._call_layer(worker, m, layer, live, recomputing=True, saves_graph=True)
+                outs = _distinct_tensors(live)
+                del live
+                grads = self._backward(worker, m, outs, grads, entry, range(layer, layer + 1))
+                del outs
+            if layer != self.stage.start:
+                call.drop_boundary(m, layer)
+            if m == call.num_microbatch - 1:
+                self._pass_weights(layer, descending=True)
+        return grads
+
+    def _saved(self, worker: Worker, m: int, layer: int) -> PendingTree:
+        boundary = self.call.boundary(m, layer, block=True)
+        assert boundary is not None
+        return boundary.fetch(worker)
+
+    # -- one layer -----------------------------------------------------------------------------------------------
+    def _call_layer(
+        self, worker: Worker, m: int, layer: int, live: LiveTree, *, recomputing: bool, saves_graph: bool = False
+    ) -> LiveTree:
+        call = self.call
+        self._at = (m, layer)
+        replica = worker.replica(call.layers[layer])
+        self._await_layer(worker, layer)
+        buffers = self._buffers.get(layer)
+        if buffers is None:
+            buffers = self._buffers[layer] = LayerBuffers(worker, replica, call.host_buffers)
+        will_recompute = call.keeps_graph and not saves_graph
+        before: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if buffers:
+            if recomputing:
+                before = buffers.restored(call.buffer_sources.pop((m, layer)))
+            elif will_recompute:
+                call.buffer_sources[m, layer] = buffers.snapshot()
+        facts = call.facts[layer]
+        if facts.writes_input is not False:
+            for leaf in live.leaves:
+                if isinstance(leaf, torch.Tensor):
+                    host = live.stored(leaf)
+                    if host is not None and host.traffic is Traffic.ACTIVATIONS and leaf.device == worker.device:
+                        host.order_after_read(worker)
+        scope = RecomputeScope(recomputing, keeps=will_recompute)
+        if recomputing:
+            scope.data = call.recompute_data(worker, m, layer)
+        with before:
+            live = layer_call.call_layer(
+                worker, replica, facts, live, first=layer == 0,
+                seed=call.layer_seed(m, layer, recomputing), ambient=call.ambient, scope=scope,
+            )
+        if scope.saved:
+            call.keep_recompute_data(worker, m, layer, scope.data)
+        return live
+
+    def _loss(self, worker: Worker, m: int, live: LiveTree, label: Any) -> list[torch.Tensor]:
+        call = self.call
+        self._at = (m, None)
+        out = live.value()
+        with layer_call.run_under_lock(worker):
+            value = layer_call.call_seeded(
+                worker, call.loss_facts, call.layer_seed(m, len(call.layers), False), call.ambient,
+                lambda: call.loss_fn(out, label),
+            )
+        losses = list(value) if isinstance(value, (list, tuple)) else [value]
+        for loss in losses:
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise ConfigError(f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list.")
+        if not any(loss.requires_grad for loss in losses):
+            raise ConfigError(
+                "the loss does not depend on any parameter or input that requires grad, so there is nothing to train; "
+                "check requires_grad of the parameters and that loss_fn uses the model's output without detach()."
+            )
+        call.losses[m] = (
+            [HostTensor.stash(worker, loss, Traffic.ACTIVATIONS) for loss in losses], isinstance(value, (list, tuple))
+        )
+        return losses
+
+    # -- weights -------------------------------------------------------------------------------------------------
+    def _await_layer(self, worker: Worker, layer: int) -> None:
+        """The layer's weights are on the device, its parameters point to them, and gradients have their place."""
+        for unit in self.call.units_of[layer]:
+            if unit.key in self._ready:
+                continue
+            at = _ops.wait_place(self.handle, self.index[unit.key], check=worker.check)
+            weights = worker.views((unit.key, "w"), unit.layouts, at[0])
+            gradients = (
+                worker.views((unit.key, "g", len(unit.trainable)), unit.gradient_layouts, at[1]) if at[1] >= 0 else []
+            )
+            position = {index: j for j, index in enumerate(unit.trainable)}
+            for i, (host, view) in enumerate(zip(unit.parameters, weights, strict=True)):
+                parameter = worker.parameters.get(host)
+                parameter.data = view
+                torch.autograd.graph.increment_version(parameter)
+                parameter.grad = None
+                if gradients and i in position:
+                    parameter.grad = gradients[position[i]]
+                    self._owner[id(parameter)] = (unit, position[i])
+            if gradients:
+                self._gradients[unit.key] = gradients
+            self._ready.add(unit.key)
+
+    def _pass_weights(self, layer: int, descending: bool = False) -> None:
+        """The last microbatch has passed ``layer``: units that no later layer of this job uses make room."""
+        for unit in self.call.units_of[layer]:
+            others = [x for x in unit.layers if x in self.stage]
+            if layer == (min(others) if descending else max(others)) and unit.key not in self._weights_done:
+                self._weights_done.add(unit.key)
+                _ops.job_weights_done(self.handle, self.index[unit.key])
+
+    def _release_all(self, worker: Worker) -> None:
+        for unit in self.units:
+            for host in unit.parameters:
+                parameter = worker.parameters.get(host)
+                parameter.grad = None
+
+    # -- backward and gradients ----------------------------------------------------------------------------------
+    def _backward(
+        self,
+        worker: Worker,
+        m: int,
+        outs: list[torch.Tensor],
+        grads: list[torch.Tensor | None] | None,
+        entry: layer_call.EntryGrads | None,
+        layers: range,
+    ) -> list[torch.Tensor | None] | None:
+        """Autograd through what was just computed; gives the gradients at the entry (None: none)."""
+        assert grads is not None
+        self._at = (m, None)
+        self._last = m == self.call.num_microbatch - 1
+        if self._last:
+            self.call.wait_predecessor()
+            self._fired.clear()
+        fused_loss = self.phase is Phase.FUSED and all(g is None for g in grads)
+        pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and (g is not None or fused_loss)]
+        if pairs:
+            with layer_call.run_under_lock(worker):
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if self._hook_failure is not None:
+            raise self._hook_failure
+        self._adopt_replaced(worker, layers)
+        if self._last:
+            self._hand_over(layers)
+        if entry is None:
+            return None
+        found = list(entry.grads)
+        return found if any(g is not None for g in found) else None
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd added to a gradient (on its own thread on a GPU); called once a backward and parameter."""
+        unit, position = self._owner[id(parameter)]
+        self.call.touched.setdefault(unit.key, set()).add(position)
+        if unit.key in self._handed:
+            self._hook_failure = RoundPipeError(
+                f"parameter {unit.names[unit.trainable[position]]!r} received a gradient after its unit was complete; a "
+                "reentrant checkpoint inside a layer does this: use torch.utils.checkpoint with use_reentrant=False."
+            )
+            return
+        if not self._last or parameter.grad is not self._gradients[unit.key][position]:
+            return
+        fired = self._fired.setdefault(unit.key, set())
+        fired.add(position)
+        if len(fired) == len(unit.trainable) and self._single_pass(unit):
+            self._start_down(unit)
+
+    def _single_pass(self, unit: Unit) -> bool:
+        """Whether one backward of this job brings all gradients of the unit."""
+        if self.call.grain == "stage":
+            return True
+        return sum(1 for layer in unit.layers if layer in self.stage) == 1
+
+    def _start_down(self, unit: Unit) -> None:
+        if unit.key not in self._handed:
+            self._handed.add(unit.key)
+            _ops.job_gradients_done(self.handle, self.index[unit.key])
+
+    def _adopt_replaced(self, worker: Worker, layers: range) -> None:
+        """A gradient that autograd or a hook replaced instead of adding to (sparse ones) goes into its place."""
+        for layer in layers:
+            for unit in self.call.units_of[layer]:
+                views = self._gradients.get(unit.key)
+                if views is None or unit.key in self._handed:
+                    continue
+                for view, host in zip(views, unit.trainable_parameters, strict=True):
+                    parameter = worker.parameters.get(host)
+                    if parameter.grad is not view:
+                        with torch.no_grad():
+                            if parameter.grad is None:
+                                view.zero_()
+                            else:
+                                view.copy_(parameter.grad.to_dense())
+                        parameter.grad = view
+
+    def _hand_over(self, layers: range) -> None:
+        """After the last microbatch's backward through ``layers``: units that no other layer of this job adds to."""
+        for layer in layers:
+            for unit in self.call.units_of[layer]:
+                remaining = [x for x in unit.layers if x in self.stage and x < layers.start]
+                if unit.key in self._gradients and not remaining:
+                    self._start_down(unit)
+
+    def _hand_over_rest(self) -> None:
+        self.call.wait_predecessor()
+        for unit in self.units:
+            if unit.gradient_bytes and self.with_gradients:
+                if unit.key not in self._ready:
+                    _ops.wait_place(self.handle, self.index[unit.key], check=self.call.check)
+                self._start_down(unit)
+
+    def _deliver(self, worker: Worker, m: int, layer: int, grads: list[torch.Tensor | None] | None) -> None:
+        down = None
+        if grads is not None and (layer > 0 or self.call.wants_input_grads):
+            down = [None if g is None else HostTensor.stash(worker, g, Traffic.ACTIVATIONS) for g in grads]
+        self.call.put_gradient(m, layer, down)
+
+    def where(self) -> tuple[int | None, int | None]:
+        return self._at
+
+
+class _Arriving:
+    """What a backward microbatch waits for; ``grads`` None: nothing came, there is nothing to do."""
+
+    def __init__(self, grads: list[Fetch | None] | None, tree: PendingTree | None) -> None:
+        self.grads = grads
+        self.tree = tree
+
+
+def _distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
+    """The tensors of a tree that require grad, each once, in the order of ``enter_graph``."""
+    seen: dict[int, torch.Tensor] = {}
+    for leaf, wanted in zip(live.leaves, live.requires_grad, strict=True):
+        if isinstance(leaf, torch.Tensor) and wanted:
+            seen.setdefault(id(leaf), leaf)
+    return list(seen.values())
+

@@ -1,0 +1,303 @@
+"""What a wrapped model keeps between calls: units, gradients of the window, steps under way, failures not yet told."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _ops
+from . import engine as engines
+from .buffers import HostBuffers
+from .call import Call
+from .devices import devices
+from .engine import Engine
+from .errors import ConfigError
+from .layer_call import LayerFacts
+from .optimizer_params import OptimizerParameters
+from .optimizer_thread import StepTask
+from .optimizer_thread import thread as optimizer_thread
+from .plan import LayerCost, ModelExecutePlan
+from .units import Unit, build_units
+from .window import Window
+
+
+class TrainingState:
+    """Used under the model's lock only.
+
+    Note [Published and pending steps]
+      An asynchronous step leaves its result in the optimizer's parameters; the host weights get it when the next step is
+      dispatched (or anyone asks for the newest weights), after all uploads of the iteration in between. That is the
+      staleness of exactly one step.
+    """
+
+    def __init__(self, layers: list[nn.Module], optim_dtype: torch.dtype | None, engine: Engine) -> None:
+        self.layers = layers
+        self.units, self.units_of = build_units(layers)
+        self.host_buffers = HostBuffers(layers)
+        self.facts = [LayerFacts() for _ in layers]
+        self.loss_facts = LayerFacts()
+        self.optimizer = OptimizerParameters(self.units, optim_dtype)
+        self.window = Window()
+        self.engine: Engine | None = None
+        self._calls: list[Call] = []  # not known to have ended well
+        self._tasks: list[StepTask] = []
+        self._unpublished = False
+        self._grads_shown = False
+        self._versions: dict[int, int] = {}
+        self._plans: dict[Any, ModelExecutePlan] = {}
+        self.attach(engine)
+        self._note_versions()
+        weakref.finalize(self, _close_units, self.units)
+
+    # -- engine --------------------------------------------------------------------------------------------------
+    def attach(self, engine: Engine) -> None:
+        """Registers the units with the open engine when it is another one than before."""
+        if engine is self.engine:
+            return
+        self.engine = engine
+        self.host_buffers.forget()
+        self._plans.clear()
+        for unit in self.units:
+            unit.open(engine.handle)
+
+    # -- before a call -------------------------------------------------------------------------------------------
+    def prepare(self) -> Engine:
+        """Raises earlier failures, follows what the user changed on the host model, and gives the engine."""
+        self.raise_failures()
+        self._forget_ended()
+        engine = engines.current()
+        if engine is not self.engine:
+            self.drain()
+            self.attach(engine)
+        self.adopt_edits()
+        if any(not unit.layout_is_current() for unit in self.units):
+            self._relayout()
+        if self._grads_shown:
+            self._adopt_shown_gradients()
+        self.host_buffers.refresh(engine)
+        return engine
+
+    def _relayout(self) -> None:
+        """requires_grad of some parameter changed."""
+        self.drain()
+        for unit in self.units:
+            if not unit.layout_is_current():
+                self.window.base.pop(unit.key, None)
+                unit.layout_gradients()
+                unit.open(self._engine().handle)
+        for worker in self._engine().workers:
+            worker._views.clear()
+        self._plans.clear()
+
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _note_versions(self) -> None:
+        for unit in self.units:
+            for parameter in unit.parameters:
+                self._versions[id(parameter)] = parameter._version
+
+    def adopt_edits(self, force: bool = False) -> None:
+        """Weights that the user edited on the host reach the optimizer's copy before anything could revert them."""
+        edited = [
+            parameter
+            for unit in self.units
+            for parameter, layout in zip(unit.parameters, unit.layouts, strict=True)
+            if parameter._version != self._versions[id(parameter)]
+            or (layout.nbytes and parameter.data_ptr() != unit.image.data_ptr() + layout.offset)
+        ]
+        if not edited and not force:
+            return
+        self.drain()
+        for unit in self.units:
+            unit.ensure_packed()
+        self.optimizer.refresh([p for u in self.units for p in u.parameters] if force else edited)
+        self._note_versions()
+
+    # -- gradients on the host model -----------------------------------------------------------------------------
+    def show_gradients(self) -> None:
+        """``.grad`` of the host parameters becomes a view of what has accumulated; all calls have ended."""
+        for unit in self.units:
+            image = self.window.image(unit)
+            touched = self.window.touched(unit)
+            views = None if image is None else unit.gradient_views(image)
+            for position, parameter in enumerate(unit.trainable_parameters):
+                parameter.grad = views[position] if views is not None and position in touched else None
+        self._grads_shown = True
+
+    def _adopt_shown_gradients(self) -> None:
+        """The user saw ``.grad``: what he set, changed or cleared there is what the next call adds to."""
+        self.drain()
+        window = Window()
+        for unit in self.units:
+            image = self.window.image(unit)
+            given = {i: p.grad for i, p in enumerate(unit.trainable_parameters) if p.grad is not None}
+            if given:
+                if image is None:
+                    image = unit.gradient_image(None)
+                views = unit.gradient_views(image)
+                with torch.no_grad():
+                    for position, view in enumerate(views):
+                        grad = given.get(position)
+                        if grad is None:
+                            view.zero_()
+                        elif grad.data_ptr() != view.data_ptr():
+                            view.copy_(grad.to_dense())
+                window.base[unit.key] = (image, set(given))
+            for parameter in unit.trainable_parameters:
+                parameter.grad = None
+        self.window = window
+        self._grads_shown = False
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.raise_failures()
+        for call in self.window.calls:
+            call.wait_jobs()
+        self.window = Window()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.grad = None
+        self.drain()
+        self.optimizer.zero_grad(set_to_none)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+    def ensure_optimizer_parameters(self) -> None:
+        self._publish_pending()
+        self.optimizer.ensure()
+
+    def step(self, function: Callable[[], Any], is_async: bool) -> None:
+        if optimizer_thread.is_current():
+            raise ConfigError("step() was called inside a step function; call it on the main thread")
+        self.prepare()
+        window, self.window = self.window, Window()
+        if not self.optimizer:
+            if window:
+                self.window = window
+                raise ConfigError(
+                    "there are gradients but no optimizer parameters, so the step would train nothing: build the "
+                    "optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters(), or from "
+                    "model.optim_parameters()."
+                )
+            self.optimizer.ensure()
+        self._dispatch(window, function, publish_first=is_async and self._unpublished, publish_last=not is_async)
+        self._unpublished = is_async
+        if not is_async:
+            self.drain()
+            self.raise_failures()
+
+    def _dispatch(
+        self, window: Window | None, function: Callable[[], Any] | None, *, publish_first: bool, publish_last: bool
+    ) -> None:
+        task = StepTask(
+            self._engine(), self.optimizer, self.units, window, function,
+            publish_first=publish_first, publish_last=publish_last,
+        )
+        self._tasks.append(task)
+        optimizer_thread.submit(task.run)
+
+    def _publish_pending(self) -> None:
+        """The newest weights reach the host."""
+        if self._unpublished:
+            self._unpublished = False
+            self._dispatch(None, None, publish_first=True, publish_last=False)
+        self.drain()
+
+    # -- waiting and failing -------------------------------------------------------------------------------------
+    def began(self, call: Call) -> None:
+        self._calls.append(call)
+
+    def drain(self) -> None:
+        """Blocks until every call and step has ended; does not raise for their failures."""
+        for call in self._calls:
+            call.wait_jobs()
+        for task in self._tasks:
+            task.wait()
+
+    def synchronize(self) -> None:
+        self.raise_failures()
+        self.drain()
+        self.raise_failures()
+        self.adopt_edits()
+        self._publish_pending()
+        self.raise_failures()
+        if self._grads_shown:
+            self._adopt_shown_gradients()
+        self.show_gradients()
+        self._engine().raise_reports()
+
+    def _forget_ended(self) -> None:
+        self._calls = [c for c in self._calls if not (c.settled and c.error is None)]
+        self._tasks = [t for t in self._tasks if not (t.ended.is_set() and t.error is None and not t.cancelled)]
+
+    def raise_failures(self) -> None:
+        """Raises the first failure that nobody was told of, after everything under way has ended and was undone."""
+        if not any(c.error for c in self._calls) and not any(t.error or t.cancelled for t in self._tasks):
+            return
+        self.drain()
+        error = self._first_failure()
+        self._recover()
+        if error is not None:
+            raise error
+
+    def _first_failure(self) -> BaseException | None:
+        failures = [c.error for c in self._calls if c.error is not None]
+        failures += [t.error for t in self._tasks if t.error is not None]
+        for failure in failures:
+            if not isinstance(failure.__cause__, _ops.Poisoned) and not isinstance(failure, _ops.Poisoned):
+                return failure
+        return failures[0] if failures else None
+
+    def _recover(self) -> None:
+        """Undoes failed calls. What earlier calls of their window accumulated stays, see Note [Two images]."""
+        self._engine().wait_idle()
+        windows = [t.window for t in self._tasks if t.cancelled and t.window is not None] + [self.window]
+        survivor = windows[0]
+        survivor.drop_failed()
+        self.window = survivor
+        if any(t.error is not None for t in self._tasks) and self.optimizer:
+            self._unpublished = True  # what a failed step left in the optimizer's parameters counts, as in PyTorch
+        self._calls.clear()
+        self._tasks.clear()
+        for unit in self.units:
+            _ops.unit_new_epoch(unit.handle)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+    def plan(self, run_type: str) -> ModelExecutePlan:
+        """The automatic plan for this kind of run; made once for each set of devices and trainable parameters."""
+        plan = self._plans.get(run_type)
+        if plan is None:
+            plan = self._plans[run_type] = ModelExecutePlan.auto(run_type, self)
+        return plan
+
+    def _layer_costs(self) -> list[LayerCost]:
+        costs = []
+        for layer, units in zip(self.layers, self.units_of, strict=True):
+            buffers = sum(b.numel() * b.element_size() for b in layer.buffers())
+            weights = sum(unit.weight_bytes for unit in units)
+            costs.append(
+                LayerCost(
+                    weight_bytes=weights + buffers,
+                    gradient_bytes=sum(unit.gradient_bytes for unit in units),
+                    units=(
+                        *((unit.key, unit.weight_bytes, unit.gradient_bytes) for unit in units),
+                        (("buffers", id(layer)), buffers, 0),
+                    ),
+                    name=type(layer).__name__,
+                )
+            )
+        return costs
+
+    def _plan_limits(self) -> tuple[int, int | None]:
+        """(number of devices, memory in bytes of the smallest; None: no limit)."""
+        memory = [device.memory_bytes for device in devices()]
+        return len(memory), min((m for m in memory if m is not None), default=None)
+
+
+def _close_units(units: list[Unit]) -> None:
+    for unit in units:
+        _ops.drop_quietly(unit.close)

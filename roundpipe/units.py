@@ -1,0 +1,228 @@
+"""Units of weights: what is packed, streamed and updated together, and where it lives on the host.
+
+Parameters that are used by exactly the same layers form one unit: a layer's own parameters are one unit, a parameter
+shared by several layers belongs to a unit of that set of layers. A unit has one packed weight image and up to two
+packed gradient images in pinned host memory, with the same layout on the device, so that a unit moves in one copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import _ops
+from .errors import ConfigError
+
+ALIGNMENT_BYTES = 256
+
+
+def align(size_bytes: int) -> int:
+    """Rounds up to the packing alignment, in bytes."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One tensor inside a packed image: dtype, sizes, strides (in elements) and byte offset."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, image: torch.Tensor, base: int = 0) -> torch.Tensor:
+        """The tensor inside ``image`` (uint8, one-dimensional), whose packed image begins at byte ``base``."""
+        flat = image.narrow(0, base + self.offset, self.nbytes).view(self.dtype)
+        return flat.as_strided(self.size, self.stride)
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorLayout], int]:
+    layouts = []
+    offset = 0
+    for tensor in tensors:
+        dense = tensor.numel() > 0 and is_dense(tensor)
+        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        nbytes = tensor.numel() * tensor.element_size()
+        layouts.append(TensorLayout(tensor.dtype, tensor.shape, tuple(stride), offset, nbytes))
+        offset = align(offset + nbytes)
+    return layouts, offset
+
+
+@dataclass
+class GradientState:
+    """What the host knows of a unit's gradients in the present accumulation window (caller's thread only)."""
+
+    image: torch.Tensor | None = None  # holds the sum; None: nothing has accumulated
+    has_gradient: list[bool] = field(default_factory=list)  # per trainable parameter: False means .grad is None
+
+
+class Unit:
+    """One packed group of parameters.
+
+    Args:
+        names: qualified name of each parameter, for messages.
+        parameters: the host model's parameters; their data is moved into the packed image.
+        layers: indices of the layers that use exactly these parameters, ascending.
+    """
+
+    _next_id = itertools.count(1)
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], layers: Sequence[int]) -> None:
+        self.key = next(Unit._next_id)
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.layers = tuple(layers)
+        self.layouts, self.weight_bytes = _layouts([p.detach() for p in parameters])
+        self.image = _ops.host_empty([self.weight_bytes], torch.uint8)
+        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
+            view = layout.view(self.image)
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+        self.handle = 0
+        self._images: list[torch.Tensor] = []
+        self.layout_gradients()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+    def layout_gradients(self) -> None:
+        """Packs the gradients of those parameters that now require grad; drops what had accumulated."""
+        self.trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        self.gradient_layouts, self.gradient_bytes = _layouts([self.parameters[i].detach() for i in self.trainable])
+        self._images = []
+        self.gradients = GradientState(None, [False] * len(self.trainable))
+
+    def layout_is_current(self) -> bool:
+        """Whether requires_grad of every parameter is as it was when the gradients were packed."""
+        return self.trainable == [i for i, p in enumerate(self.parameters) if p.requires_grad]
+
+    def gradient_image(self, other_than: torch.Tensor | None) -> torch.Tensor:
+        """A gradient image to write while ``other_than`` still holds the sum of the calls before; made on first need."""
+        for image in self._images:
+            if image is not other_than:
+                return image
+        self._images.append(_ops.host_empty([self.gradient_bytes], torch.uint8))
+        return self._images[-1]
+
+    def gradient_views(self, image: torch.Tensor) -> list[torch.Tensor]:
+        return [layout.view(image) for layout in self.gradient_layouts]
+
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [self.parameters[i] for i in self.trainable]
+
+    @property
+    def host_gradient_bytes(self) -> int:
+        return sum(int(image.numel()) for image in self._images)
+
+    # -- engine --------------------------------------------------------------------------------------------------
+    def open(self, engine: int) -> None:
+        """Registers the unit with an engine; the old registration, if any, is closed."""
+        self.close()
+        self.handle = _ops.unit_open(engine, [self.image], [0], self.weight_bytes, self.gradient_bytes)
+
+    def close(self) -> None:
+        if self.handle:
+            handle, self.handle = self.handle, 0
+            _ops.unit_close(handle)
+
+    def job_bytes(self, gradients: bool) -> int:
+        """Device bytes of the unit in one job."""
+        return self.weight_bytes + (self.gradient_bytes if gradients else 0)
+
+    def ensure_packed(self) -> None:
+        """Moves weights that someone re-pointed (``p.data = ...``, ``load_state_dict(assign=True)``) back into place."""
+        for name, parameter, layout in zip(self.names, self.parameters, self.layouts, strict=True):
+            if layout.nbytes == 0 or parameter.data_ptr() == self.image.data_ptr() + layout.offset:
+                continue
+            if parameter.shape != layout.size or parameter.dtype != layout.dtype:
+                raise ConfigError(
+                    f"parameter {name!r} was replaced by a tensor of shape {tuple(parameter.shape)} and dtype "
+                    f"{parameter.dtype}; expected {tuple(layout.size)}, {layout.dtype}. Wrap the model again after "
+                    "changing the shape or dtype of a parameter."
+                )
+            view = layout.view(self.image)
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+
+
+def build_units(layers: Iterable[nn.Module]) -> tuple[list[Unit], list[list[Unit]]]:
+    """Groups the parameters of all layers into units.
+
+    Returns the units and, for each layer, the units it uses in the order of the layer's parameters.
+
+    Raises:
+        ConfigError: a parameter is not on the CPU, is not strided, or two different Parameter objects share memory.
+    """
+    users: dict[int, list[int]] = {}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    order: list[list[int]] = []
+    for index, layer in enumerate(layers):
+        seen = []
+        for name, parameter in layer.named_parameters():
+            key = id(parameter)
+            if key not in found:
+                found[key] = (f"{index}.{name}", parameter)
+                _check_parameter(f"{index}.{name}", parameter)
+            users.setdefault(key, []).append(index)
+            seen.append(key)
+        order.append(seen)
+    _check_aliases(list(found.values()))
+
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for key, used_by in users.items():
+        groups.setdefault(tuple(sorted(set(used_by))), []).append(key)
+    units = {
+        used_by: Unit([found[k][0] for k in keys], [found[k][1] for k in keys], used_by)
+        for used_by, keys in groups.items()
+    }
+    of_layer = []
+    for seen in order:
+        used = {tuple(sorted(set(users[key]))): None for key in seen}
+        of_layer.append([units[used_by] for used_by in used])
+    return list(units.values()), of_layer
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"parameter {name!r} is not initialised (a lazy module); run one forward before wrapping.")
+    if parameter.device.type == "meta":
+        raise ConfigError(f"parameter {name!r} is on the meta device and has no values; load the weights first.")
+    if parameter.device.type != "cpu":
+        raise ConfigError(
+            f"parameter {name!r} is on {parameter.device}; expected a model on the CPU: RoundPipe keeps weights in "
+            "host memory and streams them. Call model.cpu() before wrapping it."
+        )
+    if parameter.layout != torch.strided:
+        raise ConfigError(f"parameter {name!r} has layout {parameter.layout}; expected a dense (strided) tensor.")
+
+
+def _check_aliases(parameters: list[tuple[str, nn.Parameter]]) -> None:
+    spans = []
+    for name, parameter in parameters:
+        if parameter.numel():
+            begin = parameter.data_ptr()
+            extent = sum((s - 1) * abs(st) for s, st in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            spans.append((begin, begin + extent * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < end:
+            raise ConfigError(
+                f"parameters {first!r} and {second!r} are different Parameter objects over the same memory; moving them "
+                "to pinned memory would silently untie them. Tie weights by assigning the same Parameter object."
+            )

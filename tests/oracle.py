@@ -1,0 +1,86 @@
+"""The oracle: the same layers in a plain loop over the same microbatches with the same random numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from roundpipe import random_state
+
+
+def split(tree: Any, pieces: int) -> list[Any]:
+    """Every tensor with dimensions on dim 0, as torch.tensor_split."""
+    leaves, spec = pytree.tree_flatten(tree)
+    columns = [
+        list(torch.tensor_split(leaf, pieces)) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * pieces
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(pieces)]
+
+
+def forward_backward(
+    layers: list[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    label: Any = None,
+    loss_fn: Callable[[Any, Any], Any] = lambda out, _: out,
+    num_microbatch: int = 1,
+) -> torch.Tensor:
+    """Sum of the losses; gradients accumulate in the layers' parameters. Draws one call seed, as RoundPipe does."""
+    call_seed = random_state.draw_call_seed()
+    pieces = split((args, kwargs or {}), num_microbatch)
+    labels = split(label, num_microbatch)
+    total = None
+    for m, (piece, piece_kwargs) in enumerate(pieces):
+        value: Any = None
+        for index, layer in enumerate(layers):
+            with random_state.seeded(random_state.layer_seed(call_seed, m, index)):
+                value = layer(*piece, **piece_kwargs) if index == 0 else layer(value)
+        with random_state.seeded(random_state.layer_seed(call_seed, m, len(layers))):
+            loss = loss_fn(value, labels[m])
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """An independent copy with the same values, for the oracle."""
+    return copy.deepcopy(model)
+
+
+def assert_close_to_scale(got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-6) -> None:
+    """Within ``tolerance`` of the tensor's largest magnitude; None only where the other is None."""
+    assert (got is None) == (want is None), f"{what}: got {got is not None}, want {want is not None}"
+    if got is None or want is None:
+        return
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    scale = max(float(want.abs().max()), 1e-30) if want.numel() else 1.0
+    error = float((got - want).abs().max()) / scale if want.numel() else 0.0
+    assert error <= tolerance, f"{what}: off by {error:.2e} of its scale"
+
+
+def assert_same_gradients(got: nn.Module, want: nn.Module, bitwise: bool = False) -> None:
+    others = dict(want.named_parameters())
+    for name, parameter in got.named_parameters():
+        other = others[name]
+        if bitwise:
+            assert (parameter.grad is None) == (other.grad is None), name
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad, other.grad), f"{name} differs in some bit"
+        else:
+            assert_close_to_scale(parameter.grad, other.grad, f"gradient of {name}")
+
+
+def assert_same_state(got: nn.Module, want: nn.Module, tolerance: float = 1e-6) -> None:
+    others = want.state_dict()
+    for name, value in got.state_dict().items():
+        if value.is_floating_point():
+            assert_close_to_scale(value, others[name], name, tolerance)
+        else:
+            assert torch.equal(value, others[name]), name
