@@ -25,9 +25,9 @@ struct DeviceBytes {
 class Record {
  public:
   virtual ~Record() = default;
-  virtual std::size_t size() const = 0;                   // number of tensors
+  virtual std::size_t size() const = 0;  // number of tensors
   virtual std::size_t bytes(std::size_t index) const = 0;
-  virtual void* host(std::size_t index) const = 0;        // valid to read once wait_host returned true
+  virtual void* host(std::size_t index) const = 0;  // valid to read once wait_host returned true
   // True once all bytes are on the host, false on time-out; rethrows the copy's failure.
   virtual bool wait_host(std::chrono::milliseconds timeout) = 0;
 };
@@ -45,8 +45,8 @@ class ActivationStore {
   std::shared_ptr<Record> stash(Device& device, TransferEngine& engine, Stream& compute,
                                 const std::vector<DeviceBytes>& sources, Traffic traffic,
                                 std::shared_ptr<void> keep_alive);
-  // Lets `compute` continue only after the record's download has read its sources: for a source about to be overwritten.
-  // Returns false on time-out (the copy is not issued yet).
+  // Lets `compute` continue only after the record's download has read its sources: for a source about to be
+  // overwritten. Returns false on time-out (the copy is not issued yet).
   bool order_after_read(Record& record, Stream& compute, std::chrono::milliseconds timeout);
   // A record from host memory, copied now on the calling thread.
   std::shared_ptr<Record> from_host(const std::vector<DeviceBytes>& sources);

@@ -2,12 +2,13 @@
 // the present one computes, ready unit by unit.
 //
 // Note [Two ends of one region]
-//   Jobs alternate between the two ends of the region: even jobs are packed upward from its beginning, odd ones downward
-//   from its end, each in the order of its units. So a job's place depends only on its own sizes and parity, two
-//   consecutive jobs coexist whenever their sizes add up to at most the region, and there is no fragmentation: a unit
-//   waits only for the not yet released units whose bytes it overlaps. Placement is strictly in job order and unit order,
-//   and every job alone fits (enqueue refuses others), so the oldest job can always be placed whole: no deadlock.
-//   A weight extent is free once compute recorded past its last reader; a gradient extent once its download is complete.
+//   Jobs alternate between the two ends of the region: even jobs are packed upward from its beginning, odd ones
+//   downward from its end, each in the order of its units. So a job's place depends only on its own sizes and parity,
+//   two consecutive jobs coexist whenever their sizes add up to at most the region, and there is no fragmentation: a
+//   unit waits only for the not yet released units whose bytes it overlaps. Placement is strictly in job order and unit
+//   order, and every job alone fits (enqueue refuses others), so the oldest job can always be placed whole: no
+//   deadlock. A weight extent is free once compute recorded past its last reader; a gradient extent once its download
+//   is complete.
 #pragma once
 
 #include <chrono>
@@ -25,9 +26,9 @@ namespace roundpipe {
 
 struct UnitUse {
   std::shared_ptr<WeightUnit> unit;
-  bool gradients = false;               // this job writes the unit's gradients
-  void* gradient_load = nullptr;        // host image to start from; null: zeros
-  void* gradient_store = nullptr;       // host image to write; required when gradients
+  bool gradients = false;          // this job writes the unit's gradients
+  void* gradient_load = nullptr;   // host image to start from; null: zeros
+  void* gradient_store = nullptr;  // host image to write; required when gradients
 };
 
 struct UnitPlace {
@@ -70,7 +71,7 @@ class StageStreamer {
   // before their place is reused. Legal in any state of the job, also after close (no-op).
   void abort(std::uint64_t job, Stream& compute);
 
-  std::size_t open_jobs() const;  // enqueued, not yet closed or aborted
+  std::size_t open_jobs() const;                      // enqueued, not yet closed or aborted
   bool wait_idle(std::chrono::milliseconds timeout);  // no open job and every gradient download finished
 
  private:
