@@ -412,6 +412,19 @@ TEST_F(Checked, RecordOnComputeOrdersACopyAfterIt) {
   EXPECT_TRUE(checker.take_reports().empty());
 }
 
+TEST_F(Checked, ComputeComesAfterWhatItsThreadHasDone) {
+  checker.access(checker.this_thread(), Access::kWrite, target.data(), 128, "inputs made");
+  device.zero(*compute, target.data(), 64);
+  device.declare(*compute, Access::kRead, target.data() + 64, 64, "layer forward");
+  checker.access(checker.this_thread(), Access::kWrite, host.data(), 256, "weights made");
+  device.record(*event, *compute);
+  device.wait(*stream, *event);
+  // The enqueuer is another thread, so all the copy knows of this one came by the compute stream's event.
+  std::thread([&] { up(device, *stream, target.data(), host.data(), 256); }).join();
+  drain();
+  EXPECT_TRUE(checker.take_reports().empty());
+}
+
 TEST_F(Checked, WaitOfComputeDoesNotOrderTheThread) {
   device.copy(*stream, Direction::kDeviceToHost, host.data(), target.data(), 256);
   device.record(*event, *stream);
