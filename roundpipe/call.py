@@ -94,6 +94,9 @@ class Call:
         self._open_jobs = 0
         self._open_forward = 0
         self.settled = False
+        # One thread at a time waits for the downloads and then gives the job handles up: the caller and the optimizer
+        # thread may both come here, and the second must not find handles that the first has ended.
+        self._settling = threading.Lock()
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     # -- dispatch (caller's thread) ------------------------------------------------------------------------------
@@ -291,8 +294,11 @@ class Call:
                 watchdog()
                 if check is not None:
                     check()
-        if self.settled:
-            return
+        with self._settling:
+            if not self.settled:
+                self._settle(watchdog)
+
+    def _settle(self, watchdog: Watchdog) -> None:
         for job in self.jobs:
             if job.handle and job.with_gradients and self.error is None:
                 try:
