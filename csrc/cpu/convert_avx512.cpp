@@ -57,10 +57,7 @@ struct Avx512 {
   template <DType D>
   static RP_INLINE void stream(std::byte* to, Vec value) {
     if constexpr (D == DType::kFloat32) {
-      // Two halves, because `to` is a multiple of 32 bytes only.
-      const __m512d halves = _mm512_castps_pd(value);
-      _mm256_stream_pd(reinterpret_cast<double*>(to), _mm512_castpd512_pd256(halves));
-      _mm256_stream_pd(reinterpret_cast<double*>(to + 32), _mm512_extractf64x4_pd(halves, 1));
+      _mm512_stream_ps(reinterpret_cast<float*>(to), value);
     } else {
       _mm256_stream_si256(reinterpret_cast<__m256i*>(to), narrow<D>(value));
     }
