@@ -85,7 +85,9 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
     room->device->attach_thread();
     room->place = simulated ? Place{} : Place{DeviceType::CUDA, static_cast<std::int32_t>(devices[i])};
     room->compute = room->device->wrap_compute_stream(0);
-    room->transfers = std::make_unique<TransferEngine>(*room->device);
+    TransferOptions options;
+    options.checker = backend_->checker();
+    room->transfers = std::make_unique<TransferEngine>(*room->device, options);
     room->streamer = std::make_unique<StageStreamer>(*room->device, *room->transfers);
     transfers.push_back(room->transfers.get());
     rooms_.push_back(std::move(room));
