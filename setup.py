@@ -24,6 +24,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the oldest that can load us
+# g++ 12 sees overlapping copies in std::string's operator+ that are not there.
+WARNINGS = "-Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.environ.get("ROUNDPIPE_WERROR") == "1")
 
 OPS = """
     activation_ops arenas checks element_convert engine engine_ops error_record fact_ops handles job
@@ -34,12 +36,8 @@ CORE = """
     host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
     slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
 """
-CPU = """
-    convert convert_avx2 convert_avx512 convert_portable
-"""
-CUDA = """
-    cuda_backend cuda_context driver_api
-"""
+CPU = "convert convert_avx2 convert_avx512 convert_portable"
+CUDA = "cuda_backend cuda_context driver_api"
 SOURCES = [
     f"csrc/{room}/{name}.cpp"
     for room, names in {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": CUDA}.items()
@@ -78,40 +76,38 @@ class NinjaBuild(build_ext):
     def build_extension(self, ext):
         spec = importlib.util.find_spec("torch")
         if spec is None:
-            raise SystemExit("building roundpipe needs torch >= 2.11 (headers only); pip install torch, or build isolated")
+            raise SystemExit(
+                "building roundpipe needs torch >= 2.11 (headers only); pip install torch, or build isolated"
+            )
         torch = Path(spec.submodule_search_locations[0])
         work = Path(self.build_temp).resolve() / ext.name
-        work.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-
+        for directory in (work, target.parent):
+            directory.mkdir(parents=True, exist_ok=True)
         common = f"-O3 -std=c++20 {TORCH_TARGET} -D_GLIBCXX_USE_CXX11_ABI=1 -I{ROOT}/csrc -isystem {torch}/include"
-        # g++ 12 sees overlapping copies in std::string's operator+ that are not there.
-        warnings = "-Wall -Wextra -Wpedantic -Wno-restrict" + (" -Werror" if os.environ.get("ROUNDPIPE_WERROR") == "1" else "")
+        if ext.sources == KERNELS:
+            nvcc = find_nvcc()
+            compiler = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags(nvcc)}"
+            linker = f"{nvcc} -cudart static -Xlinker --as-needed"
+        else:
+            compiler = f"{os.environ.get('CXX', 'g++')} {common} -g1 -fPIC -pthread -fvisibility=hidden {WARNINGS}"
+            linker = f"{os.environ.get('CXX', 'g++')} -Wl,--as-needed"
         # The linker is told which libraries of torch we use, not where they are: they are loaded before we are.
         libraries = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
-        nvcc = find_nvcc() if any(source.endswith(".cu") for source in ext.sources) else None
-        cuda = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags(nvcc)}" if nvcc else ""
-        cxx = os.environ.get("CXX", "g++")
-        depends = "-MMD -MF $out.d -c $in -o $out\n  depfile = $out.d\n  deps = gcc"
         lines = [
-            f"rule cxx\n  description = CXX $in\n  command = {cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {warnings} {depends}",
-            f"rule nvcc\n  description = NVCC $in\n  command = {cuda} {depends}",
-            f"rule link\n  description = LINK $out\n  command = {cxx} -shared $in -o $out -Wl,--as-needed,--gc-sections {libraries}",
-            f"rule culink\n  description = LINK $out\n  command = {nvcc} -shared -cudart static $in -o $out -Xlinker --as-needed {libraries}",
+            "rule compile\n  description = $in\n  depfile = $out.d\n  deps = gcc",
+            f"  command = {compiler} -MMD -MF $out.d -c $in -o $out",
+            f"rule link\n  description = $out\n  command = {linker} -shared $in -o $out {libraries}",
         ]
-        objects = []
-        for source in ext.sources:
-            objects.append(f"{work}/{source.replace('/', '_')}.o")
-            cuda = source.endswith(".cu")
-            lines.append(f"build {objects[-1]}: {'nvcc' if cuda else 'cxx'} {ROOT}/{source}")
-        lines += [f"build {target}: {'culink' if cuda else 'link'} {' '.join(objects)}", ""]
+        objects = [f"{work}/{source.replace('/', '_')}.o" for source in ext.sources]
+        lines += [f"build {out}: compile {ROOT}/{source}" for source, out in zip(ext.sources, objects, strict=True)]
+        lines += [f"build {target}: link {' '.join(objects)}", ""]
         (work / "build.ninja").write_text("\n".join(lines))
         ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
         if ninja is None:
             raise SystemExit("building roundpipe needs ninja: pip install ninja")
-        jobs = os.environ.get("MAX_JOBS")
-        subprocess.run([ninja, "-C", str(work)] + (["-j", jobs] if jobs else []), check=True)
+        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+        subprocess.run([ninja, "-C", str(work), *jobs], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -120,6 +116,6 @@ class AnyPythonWheel(bdist_wheel):
 
 
 extensions = [Extension("roundpipe._C", SOURCES)]
-if (ROOT / KERNELS[0]).exists() and find_nvcc():
+if find_nvcc():
     extensions.append(Extension("roundpipe._C_cuda", KERNELS))
 setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})

@@ -37,8 +37,9 @@ def _call(name: str, *args: Any) -> Any:
     raise failure
 
 
-def wait(fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, check: Callable[[], None] | None = None
-         ) -> Any:
+def wait(
+    fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, check: Callable[[], None] | None = None
+) -> Any:
     """Calls ``fn(*args, timeout_ms)`` in slices of 100 ms until it is done and returns its result.
 
     ``check()`` runs between slices and may raise to end the wait. Raises StallError after ``timeout_s`` seconds.
@@ -193,9 +194,7 @@ def ticket_finish(ticket: int, poisoned: bool) -> None:
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
-def job_open(
-    engine: int, device: int, units: Sequence[int], loads: Sequence[Tensor], stores: Sequence[Tensor]
-) -> int:
+def job_open(engine: int, device: int, units: Sequence[int], loads: Sequence[Tensor], stores: Sequence[Tensor]) -> int:
     """Takes the tickets of a stage's units, in this order, and queues their uploads.
 
     ``loads`` and ``stores``, one a unit: the host gradient image (uint8) to start from and to write; empty for none.
@@ -316,6 +315,28 @@ def convert(source: Tensor, target: Tensor, accumulate: bool = False) -> None:
     """``target = source``, or ``+=``, converted, at once; contiguous host tensors. Bumps the target's version."""
     _call("convert", source, target, accumulate)
     torch.autograd.graph.increment_version(target)
+
+
+def gradient_stats(region: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of squares and number of non-finite elements of a packed region read as ``dtype``, in one deterministic pass.
+
+    Args:
+        region: contiguous, any dtype (usually uint8), a multiple of the element size long, at a multiple of 16 bytes.
+        dtype: float32, bfloat16 or float16.
+
+    Returns two float64 on the region's device, on its current stream; nothing is synchronised. Without the kernels, and
+    on the CPU, torch operators do the same in pieces.
+    """
+    if region.is_cuda and has_kernels():
+        return _call("gradient_stats", region, dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise errors.ConfigError(f"gradient_stats: argument 'dtype': expected a float of 2 or 4 bytes, got {dtype}")
+    stats = torch.zeros(2, dtype=torch.float64, device=region.device)
+    for piece in region.detach().flatten().view(dtype).split(1 << 22):  # bounds the float64 copy to 32 MiB
+        wide = piece.double()
+        stats[0] += wide.square().sum()
+        stats[1] += wide.isfinite().logical_not().sum()
+    return stats
 
 
 # -- facts and trace ---------------------------------------------------------------------------------------------------

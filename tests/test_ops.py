@@ -387,6 +387,21 @@ def test_convert_copies_any_dtype_and_accumulates_complex() -> None:
     assert torch.equal(total, z + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def test_gradient_stats(device: str, dtype: torch.dtype) -> None:
+    for count in (0, 1, 7, 4096, 5_000_001):
+        values = torch.randn(count, device=device).to(dtype)
+        region = values.view(torch.uint8)
+        squares, bad = _ops.gradient_stats(region, dtype).tolist()
+        assert squares == pytest.approx(values.double().square().sum().item(), rel=1e-12) and bad == 0
+        assert _ops.gradient_stats(region, dtype)[0].item() == squares  # the same bits again
+    values[[0, 5, -1]] = torch.tensor([float("inf"), float("nan"), float("-inf")], dtype=dtype, device=device)
+    assert _ops.gradient_stats(region, dtype)[1].item() == 3
+    with pytest.raises(RuntimeError, match="dtype"):
+        _ops.gradient_stats(region, torch.float64)
+
+
 def test_trace(rig: Rig) -> None:
     _ops.trace_start(1000)
     record = _ops.stash(rig.engine, 0, [torch.ones(8)], ACTIVATIONS, 0)

@@ -62,8 +62,8 @@ std::int64_t stash(std::int64_t engine, std::int64_t device, std::vector<Tensor>
   auto handle = std::make_shared<RecordHandle>(use.share());
   handle->tensors = describe_all(tensors);
   handle->seed = seed;
-  handle->record = use->store().stash(*room.device, *room.transfers, *room.compute, held.ranges, kind,
-                                      std::move(held.tensors));
+  handle->record =
+      use->store().stash(*room.device, *room.transfers, *room.compute, held.ranges, kind, std::move(held.tensors));
   return HandleRegistry::global().add(std::move(handle));
 }
 

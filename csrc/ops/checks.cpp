@@ -10,10 +10,14 @@ namespace {
 
 std::string place_name(DeviceType type, std::int32_t index) {
   switch (type) {
-    case DeviceType::CPU: return "cpu";
-    case DeviceType::CUDA: return "cuda:" + std::to_string(index);
-    case DeviceType::Meta: return "meta";
-    default: return "device type " + std::to_string(static_cast<int>(type));
+    case DeviceType::CPU:
+      return "cpu";
+    case DeviceType::CUDA:
+      return "cuda:" + std::to_string(index);
+    case DeviceType::Meta:
+      return "meta";
+    default:
+      return "device type " + std::to_string(static_cast<int>(type));
   }
 }
 

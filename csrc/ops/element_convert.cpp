@@ -19,20 +19,28 @@ using c10::Half;
 
 std::optional<cpu::DType> kernel_dtype(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Float: return cpu::DType::kFloat32;
-    case ScalarType::BFloat16: return cpu::DType::kBFloat16;
-    case ScalarType::Half: return cpu::DType::kFloat16;
-    default: return std::nullopt;
+    case ScalarType::Float:
+      return cpu::DType::kFloat32;
+    case ScalarType::BFloat16:
+      return cpu::DType::kBFloat16;
+    case ScalarType::Half:
+      return cpu::DType::kFloat16;
+    default:
+      return std::nullopt;
   }
 }
 
 // The dtype of the real numbers that a complex one is made of.
 std::pair<ScalarType, std::size_t> real_parts(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::ComplexHalf: return {ScalarType::Half, 2};
-    case ScalarType::ComplexFloat: return {ScalarType::Float, 2};
-    case ScalarType::ComplexDouble: return {ScalarType::Double, 2};
-    default: return {dtype, 1};
+    case ScalarType::ComplexHalf:
+      return {ScalarType::Half, 2};
+    case ScalarType::ComplexFloat:
+      return {ScalarType::Float, 2};
+    case ScalarType::ComplexDouble:
+      return {ScalarType::Double, 2};
+    default:
+      return {dtype, 1};
   }
 }
 
@@ -59,10 +67,14 @@ void loop(const char* source, char* target, bool accumulate, std::size_t n) {
 template <class Source>
 void loop_to(ScalarType target_dtype, const char* source, char* target, bool accumulate, std::size_t n) {
   switch (target_dtype) {
-    case ScalarType::Double: return loop<Source, double>(source, target, accumulate, n);
-    case ScalarType::Float: return loop<Source, float>(source, target, accumulate, n);
-    case ScalarType::BFloat16: return loop<Source, BFloat16>(source, target, accumulate, n);
-    default: return loop<Source, Half>(source, target, accumulate, n);
+    case ScalarType::Double:
+      return loop<Source, double>(source, target, accumulate, n);
+    case ScalarType::Float:
+      return loop<Source, float>(source, target, accumulate, n);
+    case ScalarType::BFloat16:
+      return loop<Source, BFloat16>(source, target, accumulate, n);
+    default:
+      return loop<Source, Half>(source, target, accumulate, n);
   }
 }
 
@@ -94,10 +106,14 @@ void ElementConvert::run(std::size_t begin, std::size_t end) const {
     return;
   }
   switch (source_dtype) {
-    case ScalarType::Double: return loop_to<double>(target_dtype, from, to, accumulate, n);
-    case ScalarType::Float: return loop_to<float>(target_dtype, from, to, accumulate, n);
-    case ScalarType::BFloat16: return loop_to<BFloat16>(target_dtype, from, to, accumulate, n);
-    default: return loop_to<Half>(target_dtype, from, to, accumulate, n);
+    case ScalarType::Double:
+      return loop_to<double>(target_dtype, from, to, accumulate, n);
+    case ScalarType::Float:
+      return loop_to<float>(target_dtype, from, to, accumulate, n);
+    case ScalarType::BFloat16:
+      return loop_to<BFloat16>(target_dtype, from, to, accumulate, n);
+    default:
+      return loop_to<Half>(target_dtype, from, to, accumulate, n);
   }
 }
 

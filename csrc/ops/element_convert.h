@@ -1,5 +1,5 @@
-// Element-wise target = / += source between host tensors: the vectorised kernels for float32, bfloat16 and float16, plain
-// loops where float64 takes part, and copies of any one dtype.
+// Element-wise target = / += source between host tensors: the vectorised kernels for float32, bfloat16 and float16,
+// plain loops where float64 takes part, and copies of any one dtype.
 #pragma once
 
 #include <cstddef>

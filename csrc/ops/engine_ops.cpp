@@ -24,8 +24,9 @@ std::int64_t engine_open(std::string kind, std::vector<std::int64_t> devices, st
 
 void engine_close(std::int64_t engine) {
   if (!Engine::close(HandleRegistry::global().take<Engine>(engine, "engine"), kCloseTimeout)) {
-    throw Error("the engine did not stop within 15 s: a copy or an update hangs; its threads were left behind, so "
-                "restart the process before using these devices again");
+    throw Error(
+        "the engine did not stop within 15 s: a copy or an update hangs; its threads were left behind, so "
+        "restart the process before using these devices again");
   }
 }
 

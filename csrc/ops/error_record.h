@@ -13,9 +13,9 @@ struct ErrorRecord {
   std::string message;
 };
 
-ErrorRecord& error_record();       // of the calling thread
-const char* current_op();          // name of the operator that the calling thread is in
-void begin_op(const char* name);   // forgets the previous failure
-[[noreturn]] void fail_op();       // inside a catch block: records the exception and throws std::runtime_error
+ErrorRecord& error_record();      // of the calling thread
+const char* current_op();         // name of the operator that the calling thread is in
+void begin_op(const char* name);  // forgets the previous failure
+[[noreturn]] void fail_op();      // inside a catch block: records the exception and throws std::runtime_error
 
 }  // namespace roundpipe::ops

@@ -36,10 +36,14 @@ void trace_start(std::int64_t capacity) {
 
 const char* span_kind_name(SpanKind kind) {
   switch (kind) {
-    case SpanKind::kJob: return "job";
-    case SpanKind::kCopy: return "copy";
-    case SpanKind::kWait: return "wait";
-    case SpanKind::kUpdate: return "update";
+    case SpanKind::kJob:
+      return "job";
+    case SpanKind::kCopy:
+      return "copy";
+    case SpanKind::kWait:
+      return "wait";
+    case SpanKind::kUpdate:
+      return "update";
   }
   return "unknown";
 }
@@ -48,8 +52,8 @@ std::string trace_stop() {
   std::string lines;
   for (const Span& span : Trace::global().stop()) {
     lines += std::string(span_kind_name(span.kind)) + '\t' + span.name + '\t' + std::to_string(span.track) + '\t' +
-             std::to_string(span.begin_ns) + '\t' + std::to_string(span.end_ns) + '\t' +
-             std::to_string(span.argument) + '\n';
+             std::to_string(span.begin_ns) + '\t' + std::to_string(span.end_ns) + '\t' + std::to_string(span.argument) +
+             '\n';
   }
   return lines;
 }

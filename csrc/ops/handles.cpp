@@ -55,13 +55,20 @@ Unpacked unpack(std::int64_t handle) {
 
 const char* handle_kind_name(HandleKind kind) {
   switch (kind) {
-    case HandleKind::kEngine: return "engine";
-    case HandleKind::kUnit: return "unit";
-    case HandleKind::kTicket: return "ticket";
-    case HandleKind::kJob: return "job";
-    case HandleKind::kRecord: return "record";
-    case HandleKind::kFetch: return "fetch";
-    case HandleKind::kRecompute: return "recompute";
+    case HandleKind::kEngine:
+      return "engine";
+    case HandleKind::kUnit:
+      return "unit";
+    case HandleKind::kTicket:
+      return "ticket";
+    case HandleKind::kJob:
+      return "job";
+    case HandleKind::kRecord:
+      return "record";
+    case HandleKind::kFetch:
+      return "fetch";
+    case HandleKind::kRecompute:
+      return "recompute";
   }
   return "unknown";
 }

@@ -38,7 +38,7 @@ struct Job : OfEngine {
   using OfEngine::OfEngine;
 
   std::size_t device = 0;
-  std::uint64_t number = 0;  // the streamer's
+  std::uint64_t number = 0;     // the streamer's
   std::vector<bool> gradients;  // by unit
   std::shared_ptr<Downloads> downloads;
 

@@ -1,6 +1,5 @@
 // Defines the operators' schemas; the files named after their concepts register the implementations.
 #include "ops/schemas.h"
-
 #include "ops/stable_abi.h"
 
 STABLE_TORCH_LIBRARY(roundpipe, library) {

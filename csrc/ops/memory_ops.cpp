@@ -34,9 +34,9 @@ Tensor host_empty(std::vector<std::int64_t> size, ScalarType dtype) {
 std::vector<std::int64_t> host_stats() {
   const HostArenaStats stats = Arenas::global().stats();
   std::vector<std::int64_t> values;
-  for (const std::uint64_t value : {std::uint64_t{stats.reserved_bytes}, std::uint64_t{stats.registered_bytes},
-                                    std::uint64_t{stats.used_bytes}, std::uint64_t{stats.quarantined_bytes},
-                                    std::uint64_t{stats.peak_used_bytes}, stats.allocations}) {
+  for (const std::uint64_t value :
+       {std::uint64_t{stats.reserved_bytes}, std::uint64_t{stats.registered_bytes}, std::uint64_t{stats.used_bytes},
+        std::uint64_t{stats.quarantined_bytes}, std::uint64_t{stats.peak_used_bytes}, stats.allocations}) {
     values.push_back(static_cast<std::int64_t>(value));
   }
   return values;

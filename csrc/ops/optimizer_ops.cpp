@@ -39,8 +39,8 @@ std::int64_t update_convert(std::int64_t engine, std::int64_t ticket, std::vecto
   auto batch = std::make_shared<Batch>();
   Update update;
   for (std::size_t i = 0; i < sources.size(); ++i) {
-    const ElementConvert pair = make_element_convert(sources[i], at("sources", i), targets[i], at("targets", i),
-                                                     accumulate[i] != 0);
+    const ElementConvert pair =
+        make_element_convert(sources[i], at("sources", i), targets[i], at("targets", i), accumulate[i] != 0);
     batch->held.push_back(detached(sources[i]));
     batch->held.push_back(detached(targets[i]));
     if (pair.elements == 0) continue;

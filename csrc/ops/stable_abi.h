@@ -20,8 +20,8 @@ namespace roundpipe::ops {
 using torch::headeronly::DeviceType;
 using torch::headeronly::Layout;
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::parallel_for;
+using torch::stable::Tensor;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline std::size_t element_bytes(ScalarType dtype) {
