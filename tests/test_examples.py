@@ -1,0 +1,156 @@
+"""The demo does what it says, and a wrong option costs one line. Benchmarks are imported, not run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parent.parent
+
+
+def finetune(*options: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("ROUNDPIPE_DEVICES", None)
+    command = [sys.executable, str(ROOT / "examples/finetune.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+
+
+@pytest.mark.timeout(300)
+def test_demo_learns_saves_and_reloads(tmp_path):
+    output = tmp_path / "model"
+    options = "--size tiny --steps 25 --batch 8 --seq 64 --microbatches 2 --grain layer --devices host:2 --exact"
+    done = finetune(*options.split(), "--plan", "0-1,2|3-5,1-2,0", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"held-out loss after: ([\d.]+) +\(before: ([\d.]+), token frequencies alone: ([\d.]+)\)", done.stdout)
+    assert found, done.stdout
+    after, before, unigram = map(float, found.groups())
+    assert after < before - 0.5
+    assert 5.0 < unigram < before
+    assert "logits equal" in done.stdout
+    assert "sample:     def __init__(self, " in done.stdout
+    assert re.search(r"loss=[\d.]+, tokens_per_s=[\d,]+", done.stderr), done.stderr
+
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(output)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    assert (output / "model.safetensors").exists()
+    ids = tokenizer("import os\n", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "import os\n"
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.isfinite().all()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "huge"], "--size: invalid choice: 'huge'"),
+        (["--devices", "gpu:1"], "--devices gpu:1"),
+        (["--plan", "0-1|3-5,0-1"], "--plan '0-1|3-5,0-1' for 6 layers"),
+    ],
+)
+def test_wrong_options_cost_one_line(options, message, tmp_path):
+    done = finetune(*options, "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.fixture
+def examples_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps: expected a whole number of at least 1, got '0'"),
+        (["--batch", "four"], "--batch: expected a whole number of at least 1, got 'four'"),
+        (["--lr", "-1"], "--lr: expected a positive number, got '-1'"),
+        (["--lr", "nan"], "--lr: expected a positive number, got 'nan'"),
+        (["--grain", "fine"], "--grain: invalid choice: 'fine'"),
+        (["--exact", "--async"], "not allowed with argument"),
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--microbatches", "3", "--devices", "host:1"], "--microbatches 3: does not divide the 16 rows"),
+        (["--microbatches", "17", "--devices", "host:1"], "--microbatches 17: a batch has only 16 rows"),
+        (["--plan", "0,x|1", "--devices", "host:1"], "--plan '0,x|1'"),
+        (["--plan", "0-5", "--devices", "host:1"], "no '|'"),
+        (["--output", __file__, "--devices", "host:1"], "is a file, expected a directory"),
+    ],
+)
+def test_wrong_options_are_explained(options, message, examples_path, capsys):
+    import finetune as demo
+
+    import roundpipe
+
+    try:
+        assert demo.main(["--size", "tiny", *options]) == 2
+    finally:
+        roundpipe.use_devices(None)
+    written = capsys.readouterr()
+    assert written.err.startswith("finetune.py: error: ")
+    assert message in written.err
+    assert written.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "step_time"])
+def test_benchmarks_import_and_say_what_they_ask(name, examples_path):
+    module = __import__(name)
+    assert module.__doc__
+    if hasattr(module, "main"):
+        assert "?" in module.__doc__.partition("\n")[0]
+
+
+def test_overlap_of_copies_with_kernels(examples_path):
+    from copy_overlap import summarize
+
+    def event(category, name, begin, length, **args):
+        return {"cat": category, "name": name, "ts": begin, "dur": length, "args": {"device": 0, **args}}
+
+    summary = summarize(
+        [
+            event("kernel", "gemm", 0.0, 100.0),
+            event("kernel", "gemm", 50.0, 100.0),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 140.0, 20.0, bytes=1_000_000),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 200.0, 10.0, bytes=500),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 10.0, 20.0, device=1),
+            event("cpu_op", "aten::mm", 0.0, 1000.0),
+        ]
+    )
+    assert summary["kernel_s"] == pytest.approx(150e-6)
+    assert summary["HtoD"]["copying_s"] == pytest.approx(40e-6)
+    assert summary["HtoD"]["hidden_fraction"] == pytest.approx(0.25)
+    assert summary["DtoH"]["hidden_fraction"] == 0.0
+    assert summary["HtoD"]["bytes"] == 1_000_000
+
+
+def test_benchmark_model_has_the_sizes_of_the_workloads(examples_path):
+    import torch
+    from models import MODELS, Block, Embedding, Head, build, random_batch
+
+    with torch.device("meta"):
+        for name, billions in (("q06", 0.60), ("q17", 1.72), ("q4", 4.0), ("l8", 8.0)):
+            dims = MODELS[name]
+            parts = [Embedding(dims), *(Block(dims) for _ in range(dims.layers)), Head(dims)]
+            count = sum(p.numel() for part in parts for p in part.parameters())
+            count -= dims.tied * dims.vocabulary * dims.hidden
+            assert count / 1e9 == pytest.approx(billions, rel=0.01), name
+    model = build(MODELS["tiny"], dtype=torch.float32)
+    assert model[-1].projection.weight is model[0].tokens.weight
+    state = model[0](*random_batch(MODELS["tiny"], 2, 8))
+    for layer in model[1:]:
+        state = layer(state)
+    assert state.item() == pytest.approx(torch.tensor(1024.0).log().item(), abs=0.3)
