@@ -109,9 +109,9 @@ class Fetch:
         if source.on_host:
             self.target = torch.empty(0)
             return
-        size = [source.size[d] for d in source.order]
-        flat = torch.empty(size, dtype=source.dtype, device=worker.device)
-        self.target = flat.permute(_inverse(source.order)) if source.order != list(range(len(size))) else flat
+        # Not a view of `flat` but the other way round: a view at a graph's entry could not be written in place.
+        self.target = torch.empty_permuted(source.size, source.order, dtype=source.dtype, device=worker.device)
+        flat = self.target.permute(source.order)
         self.ticket = _ops.fetch_start(worker.engine.handle, worker.index, source.record, [flat], int(source.traffic))
 
     def wait(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from .boundary import HostTensor, Traffic
 from .errors import ConfigError
@@ -64,12 +65,14 @@ class _Slot:
     module: nn.Module  # of the host layer
     twin: nn.Module
     name: str
+    home: HostTensor  # the host's own value during this call
     source: HostTensor  # what the device's copy was loaded from
     tensor: torch.Tensor
     version: int
+    written: bool = False  # by a kernel that counts no version
 
     def intact(self) -> bool:
-        return self.twin._buffers.get(self.name) is self.tensor and self.tensor._version == self.version
+        return not self.written and self.twin._buffers.get(self.name) is self.tensor and self.tensor._version == self.version
 
 
 class LayerBuffers:
@@ -83,7 +86,7 @@ class LayerBuffers:
             buffer = module._buffers[name]
             assert buffer is not None
             source = host.of(buffer)
-            slot = _Slot(module, twin, name, source, buffer, -1)
+            slot = _Slot(module, twin, name, source, source, buffer, -1)
             cached = worker.buffers.get(id(buffer))
             if cached is not None and cached[0] is source and cached[1]._version == cached[2]:
                 self._put(slot, source, cached[1])
@@ -98,10 +101,22 @@ class LayerBuffers:
 
     def _put(self, slot: _Slot, source: HostTensor, tensor: torch.Tensor) -> None:
         slot.twin._buffers[slot.name] = tensor
-        slot.source, slot.tensor, slot.version = source, tensor, tensor._version
+        slot.source, slot.tensor, slot.version, slot.written = source, tensor, tensor._version, False
 
     def _load(self, slot: _Slot, source: HostTensor) -> None:
         self._put(slot, source, source.fetch(self._worker).wait())
+
+    def note_silent_writes(self) -> None:
+        """After a forward: PyTorch's normalisation kernels write running statistics without counting a version.
+
+        Counting one here instead would be wrong too: their backward was given the same tensors.
+        """
+        for slot in self._slots:
+            if isinstance(slot.twin, _NormBase) and slot.twin.training and slot.tensor.is_floating_point():
+                slot.written = True
+                for key, entry in list(self._worker.buffers.items()):
+                    if entry[1] is slot.tensor:
+                        del self._worker.buffers[key]
 
     def snapshot(self) -> list[HostTensor]:
         """Where the values lie from which the coming forward starts. Changed ones are copied down before it may write."""
@@ -120,7 +135,7 @@ class LayerBuffers:
     @contextlib.contextmanager
     def restored(self, sources: list[HostTensor]) -> Iterator[None]:
         """Values as noted by ``snapshot`` of the forward that is being repeated; afterwards those from before."""
-        before = [(s.source, s.tensor, s.version, s.twin._buffers.get(s.name)) for s in self._slots]
+        before = [(s.source, s.tensor, s.version, s.written, s.twin._buffers.get(s.name)) for s in self._slots]
         try:
             for slot, source in zip(self._slots, sources, strict=True):
                 if slot.source is not source or not slot.intact():
@@ -128,8 +143,9 @@ class LayerBuffers:
             self._replica.alias_buffers()
             yield
         finally:
-            for slot, (source, tensor, version, present) in zip(self._slots, before, strict=True):
-                slot.source, slot.tensor, slot.version = source, tensor, version
+            for slot, (source, tensor, version, written, present) in zip(self._slots, before, strict=True):
+                written = written or (slot.tensor is tensor and slot.written)
+                slot.source, slot.tensor, slot.version, slot.written = source, tensor, version, written
                 slot.twin._buffers[slot.name] = present
             self._replica.alias_buffers()
 
@@ -137,8 +153,7 @@ class LayerBuffers:
         """Starts the way home of every value that differs from the host's."""
         for slot in self._slots:
             buffer = slot.module._buffers.get(slot.name)
-            cached = self._worker.buffers.get(id(buffer))
-            if cached is not None and slot.intact() and slot.source is cached[0] and cached[1] is slot.tensor:
+            if slot.intact() and slot.source is slot.home:
                 continue
             present = slot.twin._buffers.get(slot.name)
             if present is None:

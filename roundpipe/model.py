@@ -66,7 +66,7 @@ class RoundPipe(nn.Module):
             raise ConfigTypeError(
                 f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig"
             )
-        layers = list(model.children()) if isinstance(model, nn.Sequential) else [model]
+        layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else [model]
         if not layers:
             raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
         _claim(model, layers, self)

@@ -285,6 +285,7 @@ class StageJob:
                 worker, replica, facts, live, first=layer == 0,
                 seed=call.layer_seed(m, layer, recomputing), ambient=call.ambient, scope=scope,
             )
+            buffers.note_silent_writes()
         if scope.saved:
             call.keep_recompute_data(worker, m, layer, scope.data)
         return live

@@ -137,7 +137,7 @@ def mlp() -> nn.Sequential:
 def in_place() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Dropout(0.2, inplace=True), nn.Tanh(),
-        nn.ReLU(inplace=True), nn.Linear(16, 4),
+        nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4),
     )
 
 
@@ -145,7 +145,7 @@ def cnn() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False).to(memory_format=torch.channels_last), nn.BatchNorm2d(8),
         nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None), nn.Dropout2d(0.1),
-        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
     )
 
 

@@ -79,10 +79,12 @@ HostArenaOptions small_mappings() {
 
 std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-bool all_zero(const HostBlock& block) {
+// By memcmp, which sanitizers check as a whole instead of byte by byte.
+bool all_are(const HostBlock& block, unsigned char value) {
   const auto* bytes = static_cast<const unsigned char*>(block.data());
-  return bytes[0] == 0 && std::memcmp(bytes, bytes + 1, block.bytes() - 1) == 0;
+  return bytes[0] == value && std::memcmp(bytes, bytes + 1, block.bytes() - 1) == 0;
 }
+bool all_zero(const HostBlock& block) { return all_are(block, 0); }
 
 TEST(HostArena, RandomUseAgreesWithAModel) {
   for (unsigned seed = 0; seed < 6; ++seed) {
@@ -127,9 +129,8 @@ TEST(HostArena, RandomUseAgreesWithAModel) {
         Live gone = std::move(live[index]);
         live[index] = std::move(live.back());
         live.pop_back();
-        const auto* bytes = static_cast<const unsigned char*>(gone.block.data());
-        // An overlap with any other block would have overwritten some of these.
-        ASSERT_TRUE(std::all_of(bytes, bytes + gone.block.bytes(), [&](unsigned char b) { return b == gone.mark; }));
+        // An overlap with any other block would have overwritten some of it.
+        ASSERT_TRUE(all_are(gone.block, gone.mark));
         used -= rounded(gone.block.bytes());
         if (action == 8) {
           auto may_go = std::make_shared<bool>(false);
@@ -387,8 +388,7 @@ TEST(HostArena, ThreadsShareOneArena) {
         std::memset(mine.back().data(), static_cast<int>(id + 1), mine.back().bytes());
         if (mine.size() > 12) {
           const std::size_t index = random() % mine.size();
-          const auto* bytes = static_cast<const unsigned char*>(mine[index].data());
-          for (std::size_t i = 0; i < mine[index].bytes(); ++i) ASSERT_EQ(bytes[i], id + 1);
+          ASSERT_TRUE(all_are(mine[index], static_cast<unsigned char>(id + 1)));
           auto polls = std::make_shared<std::atomic<int>>(0);
           if (step % 3 == 0) mine[index].retire([polls] { return ++*polls > 3; });
           mine.erase(mine.begin() + static_cast<std::ptrdiff_t>(index));

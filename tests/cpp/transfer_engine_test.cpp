@@ -252,11 +252,11 @@ TEST_F(TransferEngineTest, ShutdownAtRandomMomentsFinishesEveryRequestOnce) {
   auto source = pattern(400, 8);
   for (int round = 0; round < 60; ++round) {
     open({.chunk_bytes = 50}, {.devices = 1, .seed = static_cast<std::uint64_t>(round), .max_delay_us = 40});
-    std::vector<unsigned char> target(400);
+    std::vector<std::vector<unsigned char>> targets(6, std::vector<unsigned char>(400));
     std::atomic<int> finished{0};
     std::vector<std::shared_ptr<Handover>> handovers;
-    for (int i = 0; i < 6; ++i) {
-      TransferRequest request = upload(target.data(), source.data(), 400, static_cast<Lane>(i % 2));
+    for (std::size_t i = 0; i < 6; ++i) {
+      TransferRequest request = upload(targets[i].data(), source.data(), 400, static_cast<Lane>(i % 2));
       request.finished = [&](const std::exception_ptr&) { ++finished; };
       handovers.push_back(engine->submit(std::move(request)));
     }
