@@ -19,10 +19,10 @@ void StageStreamer::weights_done(std::uint64_t job_id, std::size_t index, Stream
     std::lock_guard lock(state.mutex);
     if (std::exchange(unit.weights_given_back, true)) return;
     discard = unit.waited;
+    state.declare_use(*job, unit, Access::kRead, compute);
   }
   std::shared_ptr<Event> last_use;
   try {
-    state.declare_use(*job, unit, Access::kRead, compute);
     last_use = state.record(compute);
   } catch (...) {  // the place stays taken until close or abort, which deal with a broken device
     std::lock_guard lock(state.mutex);
@@ -46,10 +46,10 @@ void StageStreamer::gradients_done(std::uint64_t job_id, std::size_t index, Stre
     RP_REQUIRE(unit.waited, what + " was never waited for, so compute may not have written to its place");
     RP_REQUIRE(!std::exchange(unit.gradients_given_back, true), what + " was handed over before");
     ++state.pending;
+    state.declare_use(*job, unit, Access::kWrite, compute);
   }
   std::shared_ptr<Event> computed;
   try {
-    state.declare_use(*job, unit, Access::kWrite, compute);
     computed = state.record(compute);
     state.engine.submit(state.gradients_download(job, index, computed, std::move(finished)));
   } catch (...) {
@@ -75,15 +75,19 @@ void StageStreamer::State::end_job(std::uint64_t job_id, Stream& compute, bool a
     job->aborted = abort;
     if (abort) last_aborted = std::max(last_aborted, job_id);
     for (StreamedUnit& unit : job->units) {
-      if (!std::exchange(unit.weights_given_back, true)) weights.push_back(&unit);
-      if (unit.use.gradients && !std::exchange(unit.gradients_given_back, true)) gradients.push_back(&unit);
+      if (!std::exchange(unit.weights_given_back, true)) {
+        weights.push_back(&unit);
+        declare_use(*job, unit, Access::kRead, compute);
+      }
+      if (unit.use.gradients && !std::exchange(unit.gradients_given_back, true)) {
+        gradients.push_back(&unit);
+        declare_use(*job, unit, Access::kWrite, compute);
+      }
     }
   }
   std::exception_ptr failure;
   std::shared_ptr<Event> last_use;
   try {
-    for (StreamedUnit* unit : weights) declare_use(*job, *unit, Access::kRead, compute);
-    for (StreamedUnit* unit : gradients) declare_use(*job, *unit, Access::kWrite, compute);
     if (!weights.empty() || !gradients.empty()) last_use = record(compute);
   } catch (...) {  // a broken device: nothing that still runs there matters, but tickets and places must not stay open
     failure = std::current_exception();

@@ -197,10 +197,10 @@ WaitResult StageStreamer::wait_unit(std::uint64_t job_id, std::size_t index, Str
   }
   place->weights = job->base + unit.weights.tenancy->extent.begin;
   place->gradients = unit.use.gradients ? job->base + unit.gradients.tenancy->extent.begin : nullptr;
-  {
-    std::lock_guard lock(state.mutex);
-    unit.waited = true;
-  }
+  // One step with the flag: an abort by another thread either keeps us from the place or comes after this use.
+  std::lock_guard lock(state.mutex);
+  state.refuse_dead(*job, unit);
+  unit.waited = true;
   state.declare_use(*job, unit, Access::kRead, compute);
   if (unit.use.gradients) state.declare_use(*job, unit, Access::kWrite, compute);
   return WaitResult::kDone;

@@ -46,7 +46,9 @@ class StageStreamer {
   // Device bytes of one job, as packed here (weights and gradients of each unit, 256-byte aligned).
   static std::size_t job_bytes(const std::vector<UnitUse>& units);
 
-  // Leases the region. Only while no job is open, else InvalidArgument.
+  // Leases the region. Only while no job is open and no transfer under way, else InvalidArgument. Compute launched
+  // before on this memory, under whatever name the framework gave it, must be complete: uploads do not wait for it. A
+  // null `base` with 0 bytes gives the region up.
   void set_region(void* base, std::size_t bytes);
   std::size_t region_bytes() const;
 
@@ -68,7 +70,9 @@ class StageStreamer {
   // Ends the job: whatever was not done is released the same way (weights) or poisoned (gradients never handed over).
   void close(std::uint64_t job, Stream& compute);
   // Ends a job that will not run or has failed. Poisons its unfinished tickets; copies already issued are waited for
-  // before their place is reused. Legal in any state of the job, also after close (no-op).
+  // before their place is reused. Legal in any state of the job, also after close (no-op), and from another thread
+  // while the worker is in one of the calls above, which then throws Poisoned; but no more compute of the job may be
+  // launched once abort has begun.
   void abort(std::uint64_t job, Stream& compute);
 
   std::size_t open_jobs() const;                      // enqueued, not yet closed or aborted

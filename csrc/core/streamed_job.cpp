@@ -56,11 +56,7 @@ std::shared_ptr<StreamedJob> StageStreamer::State::find_job(std::uint64_t id, st
 
 void StageStreamer::State::declare_use(const StreamedJob& job, const StreamedUnit& unit, Access access,
                                        Stream& compute) {
-  if (checker == nullptr) return;
-  {
-    std::lock_guard lock(mutex);
-    if (!unit.waited) return;
-  }
+  if (checker == nullptr || !unit.waited) return;
   if (access == Access::kRead) {
     device.declare(compute, access, job.base + unit.weights.tenancy->extent.begin, unit.use.unit->weight_bytes,
                    "compute reads weights");
@@ -231,7 +227,7 @@ std::shared_ptr<Event> StageStreamer::State::record(Stream& compute) {
 void StageStreamer::State::settle_discards() noexcept {
   if (!discards) return;
   try {
-    const std::shared_ptr<Event> event = engine.take_event();
+    const std::unique_ptr<Event> event = device.make_event();  // the engine may be gone
     device.record(*event, *discards);
     device.synchronize(*event);
   } catch (...) {

@@ -51,6 +51,7 @@ struct StageStreamer::State : std::enable_shared_from_this<StageStreamer::State>
   // Throws Poisoned when the job was aborted under the worker's feet.
   std::shared_ptr<StreamedJob> find_job(std::uint64_t id, std::size_t index, const char* call);
   // Tells the checker that compute uses the unit's weights (kRead) or gradients (kWrite), if it ever waited for them.
+  // The mutex is held.
   void declare_use(const StreamedJob& job, const StreamedUnit& unit, Access access, Stream& compute);
   void end_job(std::uint64_t job, Stream& compute, bool abort);
   // The place may be overwritten after `last_use` (null: at once). `discard`: all that ever used it is ordered before

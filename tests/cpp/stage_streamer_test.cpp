@@ -360,10 +360,10 @@ void run_until_no_failure(bool device_calls) {
     } catch (const Poisoned&) {  // someone who depends on what failed was asked first
       threw = true;
     }
-    const bool reached = device_calls ? rig.probe.left_until_failure() < 0
-                                      : rig.engine->copies(Direction::kHostToDevice) +
-                                                rig.engine->copies(Direction::kDeviceToHost) >
-                                            static_cast<std::uint64_t>(at);
+    const bool reached =
+        device_calls ? rig.probe.left_until_failure() < 0
+                     : rig.engine->copies(Direction::kHostToDevice) + rig.engine->copies(Direction::kDeviceToHost) >
+                           static_cast<std::uint64_t>(at);
     EXPECT_EQ(threw, reached) << "failure at " << at;
     rig.probe.fail_after(-1);
     rig.backend.fail_copy_after(-1);

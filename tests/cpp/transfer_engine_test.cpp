@@ -230,8 +230,7 @@ TEST_F(TransferEngineTest, ShutdownFailsWhatWaitsAndUnblocksSubmitters) {
     };
     handovers.push_back(engine->submit(std::move(request)));
   }
-  auto blocked = std::async(std::launch::async,
-                            [&] { engine->submit(upload(target.data(), source.data(), 10), 50); });
+  auto blocked = std::async(std::launch::async, [&] { engine->submit(upload(target.data(), source.data(), 10), 50); });
   std::this_thread::sleep_for(milliseconds(5));
   engine->shutdown();
   EXPECT_EQ(finished.load(), 5);
