@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,16 @@ def split(tree: Any, pieces: int) -> list[Any]:
     return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(pieces)]
 
 
+@contextlib.contextmanager
+def seeded(seed: int, device: str) -> Iterator[None]:
+    """The generators a layer may draw from: the CPU's, and the device's own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(random_state.seeded(seed))
+        if device != "cpu":
+            stack.enter_context(random_state.seeded(seed, device))
+        yield
+
+
 def forward_backward(
     layers: list[nn.Module],
     args: tuple[Any, ...],
@@ -30,6 +41,7 @@ def forward_backward(
     label: Any = None,
     loss_fn: Callable[[Any, Any], Any] = lambda out, _: out,
     num_microbatch: int = 1,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """Sum of the losses; gradients accumulate in the layers' parameters. Draws one call seed, as RoundPipe does."""
     call_seed = random_state.draw_call_seed()
@@ -39,9 +51,9 @@ def forward_backward(
     for m, (piece, piece_kwargs) in enumerate(pieces):
         value: Any = None
         for index, layer in enumerate(layers):
-            with random_state.seeded(random_state.layer_seed(call_seed, m, index)):
+            with seeded(random_state.layer_seed(call_seed, m, index), device):
                 value = layer(*piece, **piece_kwargs) if index == 0 else layer(value)
-        with random_state.seeded(random_state.layer_seed(call_seed, m, len(layers))):
+        with seeded(random_state.layer_seed(call_seed, m, len(layers)), device):
             loss = loss_fn(value, labels[m])
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()

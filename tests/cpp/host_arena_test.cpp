@@ -9,11 +9,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
@@ -21,54 +19,12 @@
 #include "core/errors.h"
 #include "core/happens_before.h"
 #include "core/memory_limits.h"
+#include "registering_backend.h"
 
 namespace roundpipe {
 namespace {
 
 constexpr std::size_t kKiB = 1024, kMiB = 1024 * kKiB;
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr std::size_t kManyPages = 128 * kMiB;  // a sanitizer's shadow is several times what it watches
-#else
-constexpr std::size_t kManyPages = 1024 * kMiB;
-#endif
-
-// Only registers: checks what it is asked for, and fails on demand.
-class RegisteringBackend : public Backend {
- public:
-  std::size_t device_count() const override { return 0; }
-  Device& device(std::size_t index) override {
-    throw InvalidArgument("RegisteringBackend has no device " + std::to_string(index));
-  }
-  void register_host(void* base, std::size_t bytes) override {
-    std::lock_guard lock(mutex_);
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(base) % page_bytes(), 0U);
-    EXPECT_EQ(bytes % page_bytes(), 0U);
-    EXPECT_GT(bytes, 0U);
-    if (calls_++ == fail_at) throw DriverError("injected", 999);
-    EXPECT_TRUE(ranges.emplace(base, bytes).second);
-    registered += bytes;
-    largest = std::max(largest, bytes);
-  }
-  void unregister_host(void* base) noexcept override {
-    std::lock_guard lock(mutex_);
-    const auto range = ranges.find(base);
-    ASSERT_NE(range, ranges.end());
-    registered -= range->second;
-    ranges.erase(range);
-  }
-  HappensBefore* checker() noexcept override { return checker_.get(); }
-  void check() { checker_ = std::make_unique<HappensBefore>(); }
-
-  int fail_at = -1;
-  std::map<void*, std::size_t> ranges;
-  std::size_t registered = 0;
-  std::size_t largest = 0;
-
- private:
-  std::mutex mutex_;  // the arena may register from several threads
-  int calls_ = 0;
-  std::unique_ptr<HappensBefore> checker_;
-};
 
 HostArenaOptions small_mappings() {
   HostArenaOptions options;
@@ -315,21 +271,6 @@ TEST(HostArena, IdleMappingsAreKeptUpToTheLimit) {
   EXPECT_EQ(arena->stats().reserved_bytes, 2 * kMiB);
 }
 
-TEST(HostArena, RegistersInPieces) {
-  auto backend = std::make_shared<RegisteringBackend>();
-  HostArenaOptions options = small_mappings();
-  options.registration_bytes = 256 * kKiB;
-  auto arena = HostArena::make(backend, options);
-  HostBlock block = arena->allocate(kMiB + 100, true);
-  EXPECT_EQ(backend->ranges.size(), 5U);
-  EXPECT_EQ(backend->largest, options.registration_bytes);
-  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(block.data()) % (2 * kMiB), 0U);
-  EXPECT_EQ(arena->stats().registered_bytes, kMiB + page_bytes());
-  block = HostBlock();
-  arena->trim();
-  EXPECT_TRUE(backend->ranges.empty());
-}
-
 TEST(HostArena, AFailingRegistrationLeavesNothingBehind) {
   auto backend = std::make_shared<RegisteringBackend>();
   HostArenaOptions options = small_mappings();
@@ -459,34 +400,6 @@ TEST(HostArena, AForkedChildNeitherSeesNorTouchesTheMappings) {
   EXPECT_TRUE(!WIFEXITED(touched) || WEXITSTATUS(touched) != 0) << "MADV_DONTFORK had no effect";
   EXPECT_TRUE(all_zero(block));
   EXPECT_EQ(arena->stats().used_bytes, 8192U);
-}
-
-TEST(HostArena, ForkingWithAGibibytePinnedIsPromptAndFree) {
-  if (read_memory_limits().headroom_bytes() < 2 * kManyPages) GTEST_SKIP() << "too little free memory";
-  auto backend = std::make_shared<RegisteringBackend>();
-  HostArenaOptions options;
-  options.huge_pages = false;  // many page table entries: what makes a fork slow
-  const auto pages_of_child = [] {
-    const pid_t child = fork();
-    if (child == 0) {
-      pause();
-      _exit(0);
-    }
-    std::ifstream statm("/proc/" + std::to_string(child) + "/statm");
-    std::size_t size = 0;
-    EXPECT_TRUE(statm >> size);
-    kill(child, SIGKILL);
-    waitpid(child, nullptr, 0);
-    return size;
-  };
-  const std::size_t without = pages_of_child();
-  auto arena = HostArena::make(backend, options);
-  HostBlock block = arena->allocate(kManyPages, true);
-  std::memset(block.data(), 7, block.bytes());
-  const auto begin = std::chrono::steady_clock::now();
-  const std::size_t with = pages_of_child();
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(500));
-  EXPECT_LT(with, without + kManyPages / page_bytes() / 4) << "the child was given the mapping";
 }
 
 }  // namespace
