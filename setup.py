@@ -8,6 +8,7 @@ Switches (environment variables):
   ROUNDPIPE_CUDA_ARCHS      default "80;90;100": machine code for each, and PTX of the last for newer GPUs
   ROUNDPIPE_WERROR=1        warnings are errors
   CXX, NVCC, MAX_JOBS       compilers, and how many of them run at once
+Objects stay in build/ninja, so that a second build compiles only what has changed.
 """
 
 import importlib.util
@@ -76,7 +77,7 @@ class NinjaBuild(build_ext):
                 "building roundpipe needs torch >= 2.11 (headers only); pip install torch, or build isolated"
             )
         torch = Path(spec.submodule_search_locations[0])
-        work = Path(self.build_temp).resolve() / ext.name
+        work = ROOT / "build" / "ninja" / ext.name  # not build_temp, which editable installs throw away
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         for directory in (work, target.parent):
             directory.mkdir(parents=True, exist_ok=True)
