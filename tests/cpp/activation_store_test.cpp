@@ -150,7 +150,9 @@ TEST_F(ActivationStoreTest, RecordsTravelBetweenDevicesUnchanged) {
       ASSERT_EQ(journey.record->bytes(t), journey.sizes[t]);
       EXPECT_EQ(reinterpret_cast<std::uintptr_t>(journey.record->host(t)) % 256, 0u);
       const Bytes expected = pattern(journey.sizes[t], journey.seed + t);
-      if (!expected.empty()) EXPECT_EQ(std::memcmp(journey.record->host(t), expected.data(), expected.size()), 0);
+      if (!expected.empty()) {
+        EXPECT_EQ(std::memcmp(journey.record->host(t), expected.data(), expected.size()), 0);
+      }
     }
     ASSERT_TRUE(fetch_wait(journey.device, *journey.handover, *journey.targets));
     EXPECT_EQ(journey.targets->data, Tensors::filled(journey.sizes, journey.seed)->data);
@@ -278,9 +280,9 @@ TEST_F(ActivationStoreTest, RecycledDeviceMemoryIsNotMistakenForARace) {
     const Bytes content = pattern(400, i);
     std::memcpy(memory.data(), content.data(), 400);
     std::promise<void> dropped;
-    const auto record = store->stash(backend->device(0), *engines[0], *compute[0], {{memory.data(), 400}},
-                                     Traffic::kActivations,
-                                     std::shared_ptr<void>(nullptr, [&](void*) { dropped.set_value(); }));
+    const auto record =
+        store->stash(backend->device(0), *engines[0], *compute[0], {{memory.data(), 400}}, Traffic::kActivations,
+                     std::shared_ptr<void>(nullptr, [&](void*) { dropped.set_value(); }));
     dropped.get_future().wait();
     ASSERT_TRUE(record->wait_host(kLong));
     EXPECT_EQ(std::memcmp(record->host(0), content.data(), 400), 0);
@@ -309,8 +311,12 @@ TEST_F(ActivationStoreTest, AFailureOfAnyCopyReachesWhoDependsOnIt) {
       if (!host_first) on_host = message([&] { return record->wait_host(kLong); });
       EXPECT_EQ(on_host != "", failing < 2) << failing;
       EXPECT_EQ(on_device != "", failing < 4) << failing;
-      if (failing < 2) EXPECT_EQ(on_device, on_host);
-      if (on_device == "") EXPECT_EQ(targets->data[1], pattern(40, 6));
+      if (failing < 2) {
+        EXPECT_EQ(on_device, on_host);
+      }
+      if (on_device == "") {
+        EXPECT_EQ(targets->data[1], pattern(40, 6));
+      }
       // The record is good if only the copy up failed, and everything works on.
       if (failing >= 2) {
         const auto again = Tensors::empty({300, 40});
