@@ -30,7 +30,8 @@ void engine_close(std::int64_t engine) {
   }
 }
 
-// What is about to change must not be in use by a job, and no copy may be under way that knows the old state.
+// What is about to change must not be in use by a job, no copy may be under way that knows the old state, and compute
+// launched so far must be complete: copies into the new state do not wait for it.
 void require_quiet(EngineChange& engine, DeviceRoom& room) {
   if (room.streamer->open_jobs() != 0) {
     refuse("engine", "no open job on this device", std::to_string(room.streamer->open_jobs()) + " open jobs");
@@ -39,6 +40,9 @@ void require_quiet(EngineChange& engine, DeviceRoom& room) {
     throw Error("copies of device " + room.device->name() + " did not finish within 10 s; " +
                 std::to_string(engine->live_handles.load()) + " handles are live");
   }
+  const std::unique_ptr<Event> launched = room.device->make_event();
+  room.device->record(*launched, *room.compute);
+  room.device->synchronize(*launched);
 }
 
 void engine_set_stream(std::int64_t engine, std::int64_t device, std::int64_t stream) {
@@ -55,7 +59,7 @@ void engine_set_region(std::int64_t engine, std::int64_t device, Tensor region) 
   require_quiet(use, room);
   Tensor held = detached(region);
   void* base = region.mutable_data_ptr();
-  room.streamer->set_region(base, byte_count(region));
+  room.streamer->set_region(base, byte_count(region), *room.compute);
   room.region = std::move(held);
   room.region_base = static_cast<char*>(base);
 }
