@@ -13,10 +13,11 @@
 // drained, ends the effect.
 //
 // Note [Finished prefixes]
-//   Tickets of one kind may finish out of order: uploads of one unit run on several devices, and an abort poisons tickets
-//   long before their turn. A bare count of completions would then let a late ticket stand in for an early one: a publish
-//   that waits for upload 1 could start because upload 2, issued after it, was aborted. So each kind keeps its *finished
-//   prefix*, the largest n such that tickets 1..n have all finished, and `waits[k]` is compared with that.
+//   Tickets of one kind may finish out of order: uploads of one unit run on several devices, and an abort poisons
+//   tickets long before their turn. A bare count of completions would then let a late ticket stand in for an early one:
+//   a publish that waits for upload 1 could start because upload 2, issued after it, was aborted. So each kind keeps
+//   its *finished prefix*, the largest n such that tickets 1..n have all finished, and `waits[k]` is compared with
+//   that.
 #pragma once
 
 #include <array>
@@ -37,9 +38,9 @@ inline constexpr std::size_t kTicketKinds = 5;
 
 struct Ticket {
   TicketKind kind{};
-  std::uint64_t number = 0;                             // 1-based within its kind
+  std::uint64_t number = 0;  // 1-based within its kind
   std::uint64_t epoch = 0;
-  std::array<std::uint64_t, kTicketKinds> waits{};      // of each kind, tickets 1..waits must have finished
+  std::array<std::uint64_t, kTicketKinds> waits{};  // of each kind, tickets 1..waits must have finished
 };
 
 enum class TicketState : std::uint8_t { kWaiting, kReady, kPoisoned };

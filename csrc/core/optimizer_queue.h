@@ -38,18 +38,18 @@ struct Update {
 
 class OptimizerQueue {
  public:
-  // threads == 0: ROUNDPIPE_OPTIMIZER_THREADS, or the processors of this process less two (for device workers), at least
-  // one. The dispatcher is one of them.
+  // threads == 0: ROUNDPIPE_OPTIMIZER_THREADS, or the processors of this process less two (for device workers), at
+  // least one. The dispatcher is one of them.
   OptimizerQueue(std::size_t threads, HappensBefore* checker);
   ~OptimizerQueue();
 
   // A number that only grows, from 1. Throws Error after shutdown.
   std::uint64_t submit(Update update);
-  // True once this update and all before it have ended; false on time-out. Rethrows the failure of this update (Poisoned
-  // if its ticket was), once; other updates go on.
+  // True once this update and all before it have ended; false on time-out. Rethrows the failure of this update
+  // (Poisoned if its ticket was), once; other updates go on.
   bool wait(std::uint64_t number, std::chrono::milliseconds timeout);
-  // The oldest failure that no wait() has thrown yet, or null: for whoever ends a phase without waiting for each number.
-  // Of more than a few thousand such failures the first and the newest are kept.
+  // The oldest failure that no wait() has thrown yet, or null: for whoever ends a phase without waiting for each
+  // number. Of more than a few thousand such failures the first and the newest are kept.
   std::exception_ptr take_failure();
   std::size_t threads() const;
   void shutdown() noexcept;  // the update that runs ends well, pending ones are poisoned; joins the threads

@@ -13,8 +13,8 @@ enum class SpanKind : std::uint8_t { kJob, kCopy, kWait, kUpdate };
 
 struct Span {
   SpanKind kind;
-  const char* name;      // static storage
-  std::uint32_t track;   // thread number in order of first use
+  const char* name;                // static storage
+  std::uint32_t track;             // thread number in order of first use
   std::uint64_t begin_ns, end_ns;  // steady clock
   std::uint64_t argument;          // bytes, unit or job
 };

@@ -12,7 +12,7 @@ enum class DType : std::uint8_t { kFloat32, kBFloat16, kFloat16 };
 std::size_t size_of(DType dtype);
 
 struct ConvertKernels {
-  const char* isa;                         // "avx512", "avx2", "portable"
+  const char* isa;  // "avx512", "avx2", "portable"
   bool (*supported)() noexcept;
   // dst[i] = round-to-nearest-even(src[i]); NaN stays NaN; as torch's cast. No alignment needed; no overlap.
   void (*convert)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t n);
