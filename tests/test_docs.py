@@ -82,7 +82,7 @@ def test_operators_said_to_be_unused_are_unused() -> None:
 def environment_reads() -> Iterator[tuple[str, str]]:
     """(variable, file) wherever the code reads its environment."""
     quoted = re.compile(
-        r'(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*"(\w+)"|^ENVIRONMENT_VARIABLE = "(\w+)"', re.M
+        r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](\w+)["']|^ENVIRONMENT_VARIABLE = "(\w+)\"""", re.M
     )
     files = [ROOT / "setup.py"]
     for directory, endings in (("roundpipe", "py"), ("tests", "py cpp"), ("csrc", "cpp h cu"), ("examples", "py")):
