@@ -33,7 +33,7 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
         return list(range(tensor.dim()))
     if tensor.numel() == 0 or not is_dense(tensor):
         return None
-    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d]))
+    return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], -tensor.shape[d]))
 
 
 class HostTensor:
