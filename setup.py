@@ -11,6 +11,7 @@ Switches (environment variables):
 Objects stay in build/ninja, so that a second build compiles only what has changed.
 """
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -99,12 +100,12 @@ class NinjaBuild(build_ext):
         objects = [f"{work}/{source.replace('/', '_')}.o" for source in ext.sources]
         lines += [f"build {out}: compile {ROOT}/{source}" for source, out in zip(ext.sources, objects, strict=True)]
         lines += [f"build {target}: link {' '.join(objects)}", ""]
-        (work / "build.ninja").write_text("\n".join(lines))
-        ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-        if ninja is None:
-            raise SystemExit("building roundpipe needs ninja: pip install ninja")
+        ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent)) or "ninja"
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
-        subprocess.run([ninja, "-C", str(work), *jobs], check=True)
+        with open(work / "lock", "w") as lock:  # two builds in one tree take turns
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (work / "build.ninja").write_text("\n".join(lines))
+            subprocess.run([ninja, "-C", str(work), *jobs], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
