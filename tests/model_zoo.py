@@ -51,8 +51,8 @@ class PassesTuple(nn.Module):
 
     def forward(self, state: Any) -> Any:
         if isinstance(state, torch.Tensor):
-            scale = torch.linspace(0.5, 1.5, state.shape[-1])
-            ids = torch.arange(state.shape[0])
+            scale = torch.linspace(0.5, 1.5, state.shape[-1], device=state.device)
+            ids = torch.arange(state.shape[0], device=state.device)
             return self.linear(state) * scale, (ids, scale, "tag", None)
         x, (ids, scale, tag, nothing) = state
         assert tag == "tag" and nothing is None and ids.dtype == torch.int64
@@ -75,7 +75,7 @@ class Unused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
-        return y * self.sometimes if float(x.mean()) > 0 else y
+        return y * self.sometimes if float(x.detach().mean()) > 0 else y
 
 
 class ViewOfInput(nn.Module):

@@ -51,10 +51,21 @@ struct HostArena::State {
   std::mutex mutex;
   MappingPool pool;
   std::list<Quarantined> quarantine;
-  HostArenaStats stats;  // all but what the pool knows
+  HostArenaStats stats;        // all but what the pool knows
+  std::size_t high_water = 0;  // most in use or in quarantine since the last trim
 
   bool in_owner() const { return getpid() == owner; }
   bool is_small(std::size_t bytes) const { return bytes <= options.mapping_bytes / 4; }
+
+  // Gives idle mappings back until what the options let an arena keep for reuse remains.
+  void shrink_to_kept() {
+    std::size_t keep = options.keep_free_bytes;
+    if (options.keep_peak) {
+      std::lock_guard lock(mutex);
+      keep += high_water - std::min(high_water, stats.used_bytes + stats.quarantined_bytes);
+    }
+    shrink(keep);
+  }
 
   // Gives idle mappings back until at most `keep` bytes of them remain.
   void shrink(std::size_t keep) {
@@ -99,7 +110,7 @@ void HostArena::State::poll_quarantine() {
       pool.give_back(block.data, block.bytes);
     }
   }
-  if (!safe.empty()) shrink(options.keep_free_bytes);
+  if (!safe.empty()) shrink_to_kept();
 }
 
 void HostArena::State::check_memory(std::size_t bytes) {
@@ -208,6 +219,7 @@ HostBlock HostArena::allocate(std::size_t bytes, bool zeroed) {
     ++state.stats.allocations;
     state.stats.used_bytes += rounded;
     state.stats.peak_used_bytes = std::max(state.stats.peak_used_bytes, state.stats.used_bytes);
+    state.high_water = std::max(state.high_water, state.stats.used_bytes + state.stats.quarantined_bytes);
   }
   block.arena_ = shared_from_this();
   block.data_ = data;
@@ -233,6 +245,10 @@ HostArenaStats HostArena::stats() const {
 void HostArena::trim() {
   if (!state_->in_owner()) return;
   state_->poll_quarantine();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->high_water = state_->stats.used_bytes + state_->stats.quarantined_bytes;
+  }
   state_->shrink(0);
 }
 
@@ -244,7 +260,7 @@ void HostArena::free(void* data, std::size_t bytes) noexcept {
     state_->stats.used_bytes -= rounded;
     state_->pool.give_back(static_cast<std::byte*>(data), rounded);
   }
-  state_->shrink(state_->options.keep_free_bytes);
+  state_->shrink_to_kept();
 }
 
 void HostArena::quarantine(void* data, std::size_t bytes, std::function<bool()> safe) {

@@ -15,6 +15,9 @@ struct HostArenaOptions {
   // Requests of up to a quarter of this share mappings of about this size; larger ones get their own.
   std::size_t mapping_bytes = std::size_t{64} << 20;
   std::size_t keep_free_bytes = std::size_t{512} << 20;  // wholly free mappings up to this total are kept (hysteresis)
+  // Also keeps what brings the arena back to its peak: for users that fill and empty it in turn. Registering anew every
+  // time would cost more than the copies, and it synchronises the device. trim() ends it until the next peak.
+  bool keep_peak = false;
   bool huge_pages = true;
   std::size_t registration_bytes = std::size_t{64} << 30;  // the largest piece registered at once
 };

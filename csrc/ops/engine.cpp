@@ -77,7 +77,10 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
     refuse("kind", "'cuda' or 'host'", "'" + kind + "'");
   }
   arena_ = HostArena::make(backend_);
-  store_ = std::make_unique<ActivationStore>(arena_, backend_->checker());
+  // Activations fill their memory and empty it once an iteration.
+  HostArenaOptions cyclic;
+  cyclic.keep_peak = true;
+  store_ = std::make_unique<ActivationStore>(HostArena::make(backend_, cyclic), backend_->checker());
   std::vector<TransferEngine*> transfers;
   for (std::size_t i = 0; i < devices.size(); ++i) {
     auto room = std::make_unique<DeviceRoom>();

@@ -271,6 +271,29 @@ TEST(HostArena, IdleMappingsAreKeptUpToTheLimit) {
   EXPECT_EQ(arena->stats().reserved_bytes, 2 * kMiB);
 }
 
+TEST(HostArena, AnArenaThatIsFilledInTurnsKeepsItsPeak) {
+  auto backend = std::make_shared<RegisteringBackend>();
+  HostArenaOptions options = small_mappings();
+  options.keep_free_bytes = 0;
+  options.keep_peak = true;
+  auto arena = HostArena::make(backend, options);
+  for (int round = 0; round < 3; ++round) {
+    std::vector<HostBlock> blocks;
+    for (int i = 0; i < 5; ++i) blocks.push_back(arena->allocate(3 * kMiB, false));
+    EXPECT_EQ(arena->stats().reserved_bytes, 15 * kMiB);
+    blocks.resize(2);
+    EXPECT_EQ(arena->stats().reserved_bytes, 15 * kMiB);
+    EXPECT_EQ(backend->ranges.size(), 5U) << "registered anew in round " << round;
+  }
+  HostBlock kept = arena->allocate(3 * kMiB, false);
+  arena->trim();
+  EXPECT_EQ(arena->stats().reserved_bytes, 3 * kMiB);
+  HostBlock other = arena->allocate(3 * kMiB, false);
+  kept = HostBlock();
+  other = HostBlock();
+  EXPECT_EQ(arena->stats().reserved_bytes, 6 * kMiB);  // the peak since the trim, not the one before
+}
+
 TEST(HostArena, AFailingRegistrationLeavesNothingBehind) {
   auto backend = std::make_shared<RegisteringBackend>();
   HostArenaOptions options = small_mappings();
