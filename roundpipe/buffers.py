@@ -114,9 +114,17 @@ class LayerBuffers:
         for slot in self._slots:
             if isinstance(slot.twin, _NormBase) and slot.twin.training and slot.tensor.is_floating_point():
                 slot.written = True
-                for key, entry in list(self._worker.buffers.items()):
-                    if entry[1] is slot.tensor:
-                        del self._worker.buffers[key]
+                self._forget_copy(slot)
+
+    def distrust(self) -> None:
+        """After a failure: a forward that raised half way may have written silently, so nothing is kept."""
+        for slot in self._slots:
+            self._forget_copy(slot)
+
+    def _forget_copy(self, slot: _Slot) -> None:
+        for key, entry in list(self._worker.buffers.items()):
+            if entry[1] is slot.tensor:
+                del self._worker.buffers[key]
 
     def snapshot(self) -> list[HostTensor]:
         """Where the values lie from which the coming forward starts. Changed ones are copied down before it may write."""
@@ -172,12 +180,45 @@ class BufferUpdate:
     name: str
     value: HostTensor
 
-    def apply(self, check: Any) -> None:
-        self.value.wait(check)
+    def apply(self) -> BufferUndo:
+        """Requires that the value is on the host."""
         value = self.value.host()
         buffer = self.module._buffers.get(self.name)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            before = buffer.clone()
             with torch.no_grad():
                 buffer.copy_(value)
+            return BufferUndo(self.module, self.name, buffer, before, buffer._version)
+        replaced = self.module._buffers[self.name] = value.clone()
+        return BufferUndo(self.module, self.name, replaced, buffer, replaced._version, replaces=True)
+
+
+@dataclass
+class BufferUndo:
+    """What a buffer was before a call whose backward still runs; the call may fail after it returned."""
+
+    module: nn.Module
+    name: str
+    present: torch.Tensor
+    before: torch.Tensor | None
+    version: int
+    replaces: bool = False  # ``before`` is the tensor itself, not a copy of its values
+
+    def untouched(self) -> bool:
+        return self.module._buffers.get(self.name) is self.present and self.present._version == self.version
+
+    def apply(self) -> None:
+        if self.replaces:
+            self.module._buffers[self.name] = self.before
         else:
-            self.module._buffers[self.name] = value.clone()
+            assert self.before is not None
+            with torch.no_grad():
+                self.present.copy_(self.before)
+
+
+def undo_all(undos: list[BufferUndo]) -> None:
+    """Undoes in reverse order, but for buffers that somebody has changed since the last of these updates."""
+    latest = {(id(undo.module), undo.name): undo.untouched() for undo in undos}
+    for undo in reversed(undos):
+        if latest[id(undo.module), undo.name]:
+            undo.apply()

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from . import _ops, errors, random_state
 from .ambient import Ambient
 from .boundary import Boundary, HostTensor, LiveTree, PendingTree
-from .buffers import BufferUpdate
-from .engine import Engine, Watchdog, Worker
+from .buffers import BufferUndo, BufferUpdate
+from .engine import Engine, Watchdog, Worker, cpu_generator_lock
 from .errors import RoundPipeError
+from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .stage_job import Phase, StageJob
 from .units import Unit
@@ -57,6 +58,7 @@ class Call:
         keeps_graph: bool,
         keeps_outputs: bool,
         window: Window | None,
+        predecessor: Call | None,
     ) -> None:
         self.engine = engine
         self.layers = layers
@@ -71,15 +73,18 @@ class Call:
         self.keeps_graph = keeps_graph
         self.keeps_outputs = keeps_outputs
         self.window = window
-        self.predecessor = window.calls[-1] if window is not None and window.calls else None
+        self.predecessor = predecessor  # the training call before, of this window or the last, that has not settled
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
         self.ambient = Ambient.capture()
-        self.seed = random_state.draw_call_seed()
+        with cpu_generator_lock:  # a layer of another call may have the generator seeded at this moment
+            self.seed = random_state.draw_call_seed()
 
         self.saved_layers: frozenset[int] = frozenset()  # layers whose inputs recompute starts from
         self.buffer_sources: dict[tuple[int, int], list[HostTensor]] = {}
         self.buffer_updates: list[BufferUpdate] = []
+        self.buffer_undos: list[BufferUndo] = []
+        self.drew: set[tuple[int, int]] = set()  # (microbatch, layer) whose recompute must draw from the CPU generator
         self.touched: dict[int, set[int]] = {}  # by unit: trainable parameters that got a gradient
         self.stores: dict[int, torch.Tensor] = {}  # by unit: the gradient image this call writes
         self.losses: dict[int, tuple[list[HostTensor], bool]] = {}
@@ -90,6 +95,7 @@ class Call:
         self._boundaries: dict[tuple[int, int], Boundary] = {(m, 0): b for m, b in enumerate(inputs)}
         self._gradients: dict[tuple[int, int], list[HostTensor | None] | None] = {}
         self.error: BaseException | None = None
+        self.told = False  # whether the caller has seen the failure
         self.jobs: list[StageJob] = []
         self._open_jobs = 0
         self._open_forward = 0
@@ -102,6 +108,13 @@ class Call:
     # -- dispatch (caller's thread) ------------------------------------------------------------------------------
     def dispatch(self, plan: ModelExecutePlan) -> None:
         """Deals the jobs out to the devices, in program order, and starts their uploads."""
+        jobs = self._make_jobs(plan)
+        with self.engine.dispatch_lock:
+            self._reserve(jobs)
+            with uninterrupted():
+                self._open(jobs)
+
+    def _make_jobs(self, plan: ModelExecutePlan) -> list[StageJob]:
         jobs = [StageJob(self, Phase.FORWARD, stage, i) for i, stage in enumerate(plan.fwd_plan)]
         if self.keeps_graph:
             lowest = self._lowest_needed()
@@ -118,22 +131,23 @@ class Call:
                     self.saved_layers -= {fused.start}
             else:
                 self.saved_layers = frozenset(s.start for s in backward[1:])
+        return jobs
+
+    def _open(self, jobs: list[StageJob]) -> None:
         self.jobs = jobs
-        with self.engine.dispatch_lock:
-            self._reserve(jobs)
-            self._open_jobs = len(jobs)
-            self._open_forward = sum(job.phase is not Phase.BACKWARD for job in jobs)
-            self.engine.calls_in_flight.add(self)
-            for opened, job in enumerate(jobs):
-                worker = self.engine.next_worker()
-                try:
-                    job.open(worker)
-                except BaseException as error:
-                    with self._changed:
-                        self._open_jobs -= len(jobs) - opened
-                    self.fail(error, worker=worker, job=job)
-                    break
-                worker.submit(job)
+        self._open_jobs = len(jobs)
+        self._open_forward = sum(job.phase is not Phase.BACKWARD for job in jobs)
+        self.engine.calls_in_flight.add(self)
+        for opened, job in enumerate(jobs):
+            worker = self.engine.next_worker()
+            try:
+                job.open(worker)
+            except BaseException as error:  # noqa: BLE001 (reaches the caller as the call's failure)
+                with self._changed:
+                    self._open_jobs -= len(jobs) - opened
+                self.fail(error, worker=worker, job=job)
+                break
+            worker.submit(job)
         handles = [job.handle for job in jobs if job.handle]
         self._finalizer = weakref.finalize(self, _forget_jobs, handles)
 
@@ -249,16 +263,25 @@ class Call:
                 error = RoundPipeError("a job was aborted without a reason")
             else:
                 return
-        microbatch, layer = job.where()
         located: BaseException = error
         if isinstance(error, Exception):
+            place = job.place
             located = errors.locate(
-                error, device=worker.name, phase=job.phase.value, stage=job.position, layer=layer,
-                microbatch=microbatch,
+                error, device=worker.name, phase=place.phase, stage=job.position, layer=place.layer,
+                microbatch=place.microbatch,
             )
         with self._changed:
             if self.error is None:
                 self.error = located
+            self._changed.notify_all()
+
+    def abandon(self, error: BaseException) -> None:
+        """The caller leaves the call with ``error`` (Ctrl-C, a failure of his own functions): its jobs stop at their
+        next safe point, its gradients and buffers are dropped, and nobody needs to be told any more.
+        """
+        with self._changed:
+            if self.error is None:
+                self.error, self.told = error, True
             self._changed.notify_all()
 
     def job_finished(self, job: StageJob) -> None:
@@ -271,13 +294,32 @@ class Call:
                 self.buffer_sources.clear()
             self._changed.notify_all()
 
+    def release(self) -> None:
+        """What only a failed call would have needed; the window keeps the call for its gradients."""
+        self.buffer_undos.clear()
+        self.predecessor = None
+
+    def counters(self) -> str:
+        """Where every job is and the tickets of every unit, for the watchdog."""
+        lines = [f"jobs open: {self._open_jobs} of {len(self.jobs)}"]
+        lines += [
+            f"  {job.phase.value} stage {job.position}, layers {job.stage.start}..{job.stage.stop - 1}: {job.progress()}"
+            for job in self.jobs
+        ]
+        lines.append("units: issued (upload, publish, gradient load, write, take), completed (the same)")
+        units = {unit.key: unit for layer in self.units_of for unit in layer}
+        for unit in units.values():
+            counts = _ops.unit_counters(unit.handle)
+            lines.append(f"  layers {', '.join(map(str, unit.layers))}: {counts[:5]}, {counts[5:]}")
+        return "\n".join(lines)
+
     @property
     def finished(self) -> bool:
         return self._open_jobs == 0
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Blocks the calling thread in slices until ``condition`` or a failure of this call."""
-        watchdog = Watchdog(self.engine, what)
+        watchdog = Watchdog(self.engine, what, self.counters)
         with self._changed:
             while not condition() and self.error is None:
                 self._changed.wait(timeout=0.1)
@@ -287,7 +329,7 @@ class Call:
         """Blocks until every job has ended, well or not, and all gradients are on the host. Does not raise for a
         failure of this call: look at ``error``.
         """
-        watchdog = Watchdog(self.engine, "the jobs of a call")
+        watchdog = Watchdog(self.engine, "the jobs of a call", self.counters)
         with self._changed:
             while self._open_jobs:
                 self._changed.wait(timeout=0.1)
@@ -306,9 +348,10 @@ class Call:
                 except RoundPipeError as error:
                     with self._changed:
                         self.error = self.error or error
-        self.settled = True
-        if self._finalizer is not None:
-            self._finalizer()
+        with uninterrupted():
+            self.settled = True
+            if self._finalizer is not None:
+                self._finalizer()
 
 
 def _forget_jobs(handles: list[int]) -> None:

@@ -210,10 +210,11 @@ class Watchdog:
             self._since = time.monotonic()
         elif time.monotonic() - self._since > self.limit_s:
             facts = _ops.engine_live(self.engine.handle)
+            counters = "records, bytes, peak bytes, open jobs, handles: " + ", ".join(map(str, facts))
             raise StallError(
-                f"no progress for {self.limit_s:.0f} s while waiting for {self.what}; records, bytes, peak bytes, open "
-                f"jobs, handles = {facts}" + (f"; {self.dump()}" if self.dump else "")
-                + ". Raise ROUNDPIPE_STALL_SECONDS if a single layer may take longer than that."
+                f"no progress for {self.limit_s:g} s while waiting for {self.what}. Raise ROUNDPIPE_STALL_SECONDS if a "
+                "single layer may take longer than that.",
+                counters=counters + (f"\n{self.dump()}" if self.dump else ""),
             )
 
 

@@ -161,14 +161,29 @@ class HostOutOfMemory(RoundPipeError, MemoryError):
     """The host has not enough memory. Also a ``MemoryError`` and a ``RuntimeError``.
 
     ``args`` is one string that contains the words of PyTorch's CPU allocator, by which retry helpers recognise the
-    condition; they are put in front where ``message`` lacks them. ``asked_bytes``: as in :class:`DeviceOutOfMemory`.
+    condition; they are put in front where ``message`` lacks them. Attributes: as in :class:`DeviceOutOfMemory`.
     """
 
     _PHRASE = "DefaultCPUAllocator: can't allocate memory"
 
-    def __init__(self, message: str, *, asked_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        asked_bytes: int | None = None,
+        device: str | None = None,
+        phase: str | None = None,
+        stage: int | None = None,
+        layer: int | None = None,
+        microbatch: int | None = None,
+    ) -> None:
         super().__init__(message if self._PHRASE in message else f"{self._PHRASE}: {message}")
         self.asked_bytes = asked_bytes
+        self.device = device
+        self.phase = phase
+        self.stage = stage
+        self.layer = layer
+        self.microbatch = microbatch
 
 
 def locate(
@@ -195,7 +210,7 @@ def locate(
     if isinstance(original, torch.OutOfMemoryError):
         error = DeviceOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     elif isinstance(original, MemoryError) or HostOutOfMemory._PHRASE in str(original):
-        error = HostOutOfMemory(message)
+        error = HostOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     else:
         error = StageError(original, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     error.__cause__ = original

@@ -26,6 +26,11 @@ class LayerFacts:
 
     writes_input: bool | None = None  # modifies a tensor of its input in place
     draws_cpu: bool | None = None  # takes random numbers from the CPU generator
+    training: bool | None = None  # the mode in which that was seen: many layers draw in training only
+
+    def see_mode(self, training: bool) -> None:
+        if training is not self.training:
+            self.training, self.draws_cpu = training, None
 
 
 class EntryGrads:
@@ -103,23 +108,33 @@ def run_under_lock(worker: Worker) -> contextlib.AbstractContextManager[Any]:
 
 
 def call_seeded(
-    worker: Worker, facts: LayerFacts, seed: int, ambient: Ambient, function: Callable[[], Any]
-) -> Any:
-    """Runs ``function`` with the generators of this device seeded, and the caller's states restored afterwards."""
+    worker: Worker,
+    facts: LayerFacts,
+    seed: int,
+    ambient: Ambient,
+    function: Callable[[], Any],
+    seeds_cpu: bool = True,
+) -> tuple[Any, bool]:
+    """Runs ``function`` with the generators of this device seeded, and the caller's states restored afterwards.
+
+    Gives its result, and whether it drew from the CPU generator. ``seeds_cpu`` False leaves that generator alone: for
+    the recompute of a forward that did not draw, beside which the caller may be drawing already.
+    """
     with contextlib.ExitStack() as stack:
         watched = None
-        if worker.simulated or facts.draws_cpu is not False:
+        if seeds_cpu and (worker.simulated or facts.draws_cpu is not False):
             stack.enter_context(cpu_generator_lock)
             watched = stack.enter_context(random_state.seeded(seed, torch.device("cpu")))
         if not worker.simulated:
             stack.enter_context(random_state.seeded(seed, worker.device))
         with ambient.entered():
             out = function()
-    if watched is not None and watched.drew:
+    drew = watched is not None and watched.drew is True
+    if drew:
         facts.draws_cpu = True
-    elif facts.draws_cpu is None:
+    elif watched is not None and facts.draws_cpu is None:
         facts.draws_cpu = False
-    return out
+    return out, drew
 
 
 def call_layer(
@@ -132,11 +147,14 @@ def call_layer(
     seed: int,
     ambient: Ambient,
     scope: recompute.RecomputeScope,
-) -> LiveTree:
-    """Runs a layer on ``live`` and gives its output; a tensor passed through unchanged keeps its place on the host.
+    seeds_cpu: bool,
+) -> tuple[LiveTree, bool]:
+    """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
-    ``first``: the tree is ``(args, kwargs)`` of the model's own call. Otherwise it is the single positional argument.
+    A tensor passed through unchanged keeps its place on the host. ``first``: the tree is ``(args, kwargs)`` of the
+    model's own call; otherwise it is the single positional argument. ``seeds_cpu``: as in ``call_seeded``.
     """
+    facts.see_mode(replica.layer.training)
     inputs = [leaf for leaf in live.leaves if isinstance(leaf, torch.Tensor)]
     versions = [t._version for t in inputs]
 
@@ -149,7 +167,7 @@ def call_layer(
             return replica.root(live.value())
 
     with run_under_lock(worker):
-        out = call_seeded(worker, facts, seed, ambient, run)
+        out, drew = call_seeded(worker, facts, seed, ambient, run, seeds_cpu)
         replica.push()
 
     written = any(t._version != v for t, v in zip(inputs, versions, strict=True))
@@ -163,7 +181,7 @@ def call_layer(
             host = live.stored(leaf)
             if host is not None:
                 result.remember(leaf, host)
-    return result
+    return result, drew
 
 
 def detach_tree(live: LiveTree) -> LiveTree:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .batch import merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor, host_boundary
 from .call import Call
 from .engine import Engine
+from .interrupts import uninterrupted
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
 from .training_state import TrainingState
@@ -24,15 +26,17 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
         pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
         inputs = [host_boundary(engine, piece) for piece in pieces]
         call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=False, keeps_outputs=True)
-        _dispatch(state, call, config, "infer")
-        end = len(state.layers)
-        call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
-        _raise_if_failed(state, call)
-        outputs = [_host_tree(call.boundary(m, end, block=True), call) for m in range(call.num_microbatch)]
-        call.wait_jobs()
-        _raise_if_failed(state, call)
-        _apply_buffers(state, call)
-        return merge_outputs(outputs, config.merge_output)
+        with _abandoned_on_error(call):
+            _dispatch(state, call, config, "infer")
+            end = len(state.layers)
+            call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
+            _raise_if_failed(state, call)
+            outputs = [_host_tree(call.boundary(m, end, block=True), call) for m in range(call.num_microbatch)]
+            call.wait_jobs()
+            _raise_if_failed(state, call)
+            merged = merge_outputs(outputs, config.merge_output)
+            _apply_buffers(call)
+            return merged
 
 
 def train(
@@ -54,7 +58,13 @@ def train(
     call = _make_call(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
-    _dispatch(state, call, config, "fused")
+    with _abandoned_on_error(call):
+        _dispatch(state, call, config, "fused")
+        return _results(state, call, config, pieces, return_outputs)
+
+
+def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: Any, return_outputs: bool) -> Any:
+    count = call.num_microbatch
     call.wait_for(lambda: len(call.losses) == count and call.forward_done(), "the losses")
     _raise_if_failed(state, call)
     total = _sum_losses(call)
@@ -62,13 +72,23 @@ def train(
     if return_outputs:
         outputs = merge_outputs([_host_tree(call.outputs.pop(m), call) for m in range(count)], config.merge_output)
     # A layer that draws from the CPU generator will draw again in its recompute; the caller must not draw in between.
-    if any(facts.draws_cpu for facts in state.facts):
+    if call.drew:
         call.wait_jobs()
         _raise_if_failed(state, call)
     if call.wants_input_grads:
         _deliver_input_grads(state, call, pieces)
-    _apply_buffers(state, call)
+    _apply_buffers(call)
     return (total, outputs) if return_outputs else total
+
+
+@contextlib.contextmanager
+def _abandoned_on_error(call: Call) -> Iterator[None]:
+    """Whatever makes the caller leave, his own functions and Ctrl-C included, the call counts as failed."""
+    try:
+        yield
+    except BaseException as error:
+        call.abandon(error)
+        raise
 
 
 def _no_loss(output: Any, label: Any) -> Any:
@@ -90,7 +110,7 @@ def _make_call(
         engine, state.layers, state.units_of, state.host_buffers, state.facts, state.loss_facts,
         inputs=inputs, labels=labels, loss_fn=loss_fn, grain=config.recompute_grain,
         preserve_rng=config.preserve_rng_state, keeps_graph=keeps_graph, keeps_outputs=keeps_outputs,
-        window=state.window if keeps_graph else None,
+        window=state.window if keeps_graph else None, predecessor=state.unsettled_training_call(),
     )
 
 
@@ -136,10 +156,13 @@ def _host_tree(boundary: Boundary | None, call: Call) -> Any:
     return pytree.tree_unflatten(leaves, boundary.spec)
 
 
-def _apply_buffers(state: TrainingState, call: Call) -> None:
+def _apply_buffers(call: Call) -> None:
     updates, call.buffer_updates = call.buffer_updates, []
     for update in updates:
-        update.apply(None)
+        update.value.wait()
+    with uninterrupted():
+        for update in updates:
+            call.buffer_undos.append(update.apply())
 
 
 def _deliver_input_grads(state: TrainingState, call: Call, pieces: Any) -> None:

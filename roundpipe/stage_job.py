@@ -36,6 +36,26 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
+class Place:
+    """Where a job is, for messages. Apart from the job, because hooks of a graph that a user keeps alive hold it."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.microbatch: int | None = None
+        self.layer: int | None = None
+
+    def at(self, phase: str, microbatch: int, layer: int | None) -> None:
+        self.phase, self.microbatch, self.layer = phase, microbatch, layer
+
+    def follow(self, node: Any, layer: int) -> None:
+        """From the moment when backward reaches ``node`` it is in ``layer``."""
+
+        def enters(_: Any) -> None:
+            self.layer = layer
+
+        node.register_prehook(enters)
+
+
 class StageJob:
     """Made and queued on the caller's thread, run once on its device's worker."""
 
@@ -59,7 +79,8 @@ class StageJob:
         self._buffers: dict[int, LayerBuffers] = {}
         self._last = False  # the present backward is the last one of this job
         self._hook_failure: BaseException | None = None
-        self._at: tuple[int | None, int | None] = (None, None)  # (microbatch, layer) for messages
+        self.place = Place(phase.value)
+        self._state = "queued"  # for the watchdog's dump
 
     @property
     def job_bytes(self) -> int:
@@ -82,6 +103,7 @@ class StageJob:
     # -- running -------------------------------------------------------------------------------------------------
     def run(self, worker: Worker) -> None:
         call = self.call
+        self._state = f"on {worker.name}"
         worker.check = call.check
         worker.parameters.accumulated = self._accumulated
         try:
@@ -96,13 +118,21 @@ class StageJob:
             _ops.job_close(self.handle)
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
             _ops.job_abort(self.handle)
+            for buffers in self._buffers.values():
+                buffers.distrust()
             call.fail(error, worker=worker, job=self)
         finally:
             worker.parameters.accumulated = None
             self._buffers.clear()
             self._gradients.clear()
             worker.check = None
+            self._state = "ended"
             call.job_finished(self)
+
+    def progress(self) -> str:
+        place = self.place
+        where = f", {place.phase} microbatch {place.microbatch}, layer {place.layer}"
+        return self._state + (where if self._state.startswith("on ") else "")
 
     def _run(self, worker: Worker) -> None:
         for layer in self.stage:
@@ -128,6 +158,7 @@ class StageJob:
         pending = self._inputs(worker, 0, block=True)
         for m in range(call.num_microbatch):
             call.check()
+            self.place.at(self.phase.value, m, None)
             live = (pending or self._must(self._inputs(worker, m, block=True))).wait()
             pending = self._inputs(worker, m + 1, block=False) if m + 1 < call.num_microbatch else None
             if stage.start not in call.saved_layers:
@@ -165,6 +196,7 @@ class StageJob:
         label = call.labels[0].fetch(worker)
         for m in range(call.num_microbatch):
             call.check()
+            self.place.at(self.phase.value, m, None)
             live = (pending or self._must(self._inputs(worker, m, block=True))).wait()
             label_value = label.wait().value()
             pending = None
@@ -201,6 +233,7 @@ class StageJob:
         arriving = self._arriving(worker, 0, block=True)
         for m in range(call.num_microbatch):
             call.check()
+            self.place.at(self.phase.value, m, None)
             present = arriving or self._arriving(worker, m, block=True)
             assert present is not None
             arriving = self._arriving(worker, m + 1, block=False) if m + 1 < call.num_microbatch else None
@@ -257,7 +290,7 @@ class StageJob:
         self, worker: Worker, m: int, layer: int, live: LiveTree, *, recomputing: bool, saves_graph: bool = False
     ) -> LiveTree:
         call = self.call
-        self._at = (m, layer)
+        self.place.at("recompute" if recomputing else self.phase.value, m, layer)
         replica = worker.replica(call.layers[layer])
         self._await_layer(worker, layer)
         buffers = self._buffers.get(layer)
@@ -280,22 +313,31 @@ class StageJob:
         scope = RecomputeScope(recomputing, keeps=will_recompute)
         if recomputing:
             scope.data = call.recompute_data(worker, m, layer)
+        entered = {leaf.grad_fn for leaf in live.leaves if isinstance(leaf, torch.Tensor)}
         with before:
-            live = layer_call.call_layer(
+            live, drew = layer_call.call_layer(
                 worker, replica, facts, live, first=layer == 0,
                 seed=call.layer_seed(m, layer, recomputing), ambient=call.ambient, scope=scope,
+                seeds_cpu=not recomputing or (m, layer) in call.drew,
             )
             buffers.note_silent_writes()
+        if drew and will_recompute:
+            call.drew.add((m, layer))
+        if saves_graph:
+            for leaf in live.leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.grad_fn not in entered:
+                    entered.add(leaf.grad_fn)
+                    self.place.follow(leaf.grad_fn, layer)
         if scope.saved:
             call.keep_recompute_data(worker, m, layer, scope.data)
         return live
 
     def _loss(self, worker: Worker, m: int, live: LiveTree, label: Any) -> list[torch.Tensor]:
         call = self.call
-        self._at = (m, None)
+        self.place.at(self.phase.value, m, None)
         out = live.value()
         with layer_call.run_under_lock(worker):
-            value = layer_call.call_seeded(
+            value, _ = layer_call.call_seeded(
                 worker, call.loss_facts, call.layer_seed(m, len(call.layers), False), call.ambient,
                 lambda: call.loss_fn(out, label),
             )
@@ -364,7 +406,7 @@ class StageJob:
     ) -> list[torch.Tensor | None] | None:
         """Autograd through what was just computed; gives the gradients at the entry (None: none)."""
         assert grads is not None
-        self._at = (m, None)
+        self.place.at(self.phase.value, m, layers.start if len(layers) == 1 else None)
         self._last = m == self.call.num_microbatch - 1
         if self._last:
             self.call.wait_predecessor()
@@ -450,9 +492,6 @@ class StageJob:
         if grads is not None and (layer > 0 or self.call.wants_input_grads):
             down = [None if g is None else HostTensor.stash(worker, g, Traffic.ACTIVATIONS) for g in grads]
         self.call.put_gradient(m, layer, down)
-
-    def where(self) -> tuple[int | None, int | None]:
-        return self._at
 
 
 class _Arriving:

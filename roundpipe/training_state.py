@@ -11,11 +11,12 @@ from torch import nn
 
 from . import _ops
 from . import engine as engines
-from .buffers import HostBuffers
+from .buffers import HostBuffers, undo_all
 from .call import Call
 from .devices import devices
 from .engine import Engine
 from .errors import ConfigError
+from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .optimizer_params import OptimizerParameters
 from .optimizer_thread import StepTask
@@ -174,18 +175,18 @@ class TrainingState:
         if optimizer_thread.is_current():
             raise ConfigError("step() was called inside a step function; call it on the main thread")
         self.prepare()
-        window, self.window = self.window, Window()
         if not self.optimizer:
-            if window:
-                self.window = window
+            if self.window:
                 raise ConfigError(
                     "there are gradients but no optimizer parameters, so the step would train nothing: build the "
                     "optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters(), or from "
                     "model.optim_parameters()."
                 )
             self.optimizer.ensure()
-        self._dispatch(window, function, publish_first=is_async and self._unpublished, publish_last=not is_async)
-        self._unpublished = is_async
+        with uninterrupted():
+            window, self.window = self.window, Window()
+            self._dispatch(window, function, publish_first=is_async and self._unpublished, publish_last=not is_async)
+            self._unpublished = is_async
         if not is_async:
             self.drain()
             self.raise_failures()
@@ -203,8 +204,9 @@ class TrainingState:
     def _publish_pending(self) -> None:
         """The newest weights reach the host."""
         if self._unpublished:
-            self._unpublished = False
-            self._dispatch(None, None, publish_first=True, publish_last=False)
+            with uninterrupted():
+                self._unpublished = False
+                self._dispatch(None, None, publish_first=True, publish_last=False)
         self.drain()
 
     # -- waiting and failing -------------------------------------------------------------------------------------
@@ -230,8 +232,18 @@ class TrainingState:
         self.show_gradients()
         self._engine().raise_reports()
 
+    def unsettled_training_call(self) -> Call | None:
+        """The newest call that brings gradients and is not known to have kept them."""
+        return next((c for c in reversed(self._calls) if c.window is not None and not c.settled), None)
+
     def _forget_ended(self) -> None:
-        self._calls = [c for c in self._calls if not (c.settled and c.error is None)]
+        kept = []
+        for call in self._calls:
+            if call.settled and call.error is None:
+                call.release()
+            else:
+                kept.append(call)
+        self._calls = kept
         self._tasks = [t for t in self._tasks if not (t.ended.is_set() and t.error is None and not t.cancelled)]
 
     def raise_failures(self) -> None:
@@ -240,27 +252,38 @@ class TrainingState:
             return
         self.drain()
         error = self._first_failure()
+        step_failed = any(t.error is not None or t.cancelled for t in self._tasks)
         self._recover()
+        if step_failed and self.optimizer:
+            # The next call must see what it would have seen without the failed step, and what a step did before it
+            # failed counts, as in PyTorch.
+            self._unpublished = True
+            self._publish_pending()
         if error is not None:
             raise error
 
     def _first_failure(self) -> BaseException | None:
-        failures = [c.error for c in self._calls if c.error is not None]
+        told = [c.error for c in self._calls if c.told]
+        failures = [c.error for c in self._calls if c.error is not None and not any(c.error is t for t in told)]
         failures += [t.error for t in self._tasks if t.error is not None]
         for failure in failures:
             if not isinstance(failure.__cause__, _ops.Poisoned) and not isinstance(failure, _ops.Poisoned):
                 return failure
-        return failures[0] if failures else None
+        return failures[0] if failures and not told else None  # a poisoned operation only follows from another failure
 
     def _recover(self) -> None:
         """Undoes failed calls. What earlier calls of their window accumulated stays, see Note [Two images]."""
         self._engine().wait_idle()
+        with uninterrupted():
+            self._undo()
+
+    def _undo(self) -> None:
+        first = next((i for i, call in enumerate(self._calls) if call.error is not None), len(self._calls))
+        undo_all([undo for call in self._calls[first:] for undo in call.buffer_undos])
         windows = [t.window for t in self._tasks if t.cancelled and t.window is not None] + [self.window]
         survivor = windows[0]
         survivor.drop_failed()
         self.window = survivor
-        if any(t.error is not None for t in self._tasks) and self.optimizer:
-            self._unpublished = True  # what a failed step left in the optimizer's parameters counts, as in PyTorch
         self._calls.clear()
         self._tasks.clear()
         for unit in self.units:
