@@ -99,6 +99,13 @@ void StageStreamer::set_region(void* base, std::size_t bytes) {
   state.extents = RegionExtents(bytes, state.checker);
 }
 
+void StageStreamer::set_region(void* base, std::size_t bytes, Stream& compute) {
+  state_->device.attach_thread();
+  const std::shared_ptr<Event> launched = state_->record(compute);
+  state_->device.synchronize(*launched);
+  set_region(base, bytes);
+}
+
 std::size_t StageStreamer::region_bytes() const {
   std::lock_guard lock(state_->mutex);
   return state_->bytes;

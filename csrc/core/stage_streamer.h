@@ -50,6 +50,9 @@ class StageStreamer {
   // before on this memory, under whatever name the framework gave it, must be complete: uploads do not wait for it. A
   // null `base` with 0 bytes gives the region up.
   void set_region(void* base, std::size_t bytes);
+  // The same, and first waits (host) for all that was launched on `compute`, the stream for which the framework allocated
+  // the region: its allocator may hand out memory that kernels still under way use.
+  void set_region(void* base, std::size_t bytes, Stream& compute);
   std::size_t region_bytes() const;
 
   // Caller's thread, program order: takes the tickets (upload; with gradients: load if gradient_load, write) of every
