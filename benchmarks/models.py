@@ -35,9 +35,15 @@ class Dimensions:
 
 MODELS = {
     "tiny": Dimensions(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384, vocabulary=1024, tied=True),
-    "q06": Dimensions(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=3072, vocabulary=151_936, tied=True),
-    "q17": Dimensions(hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=6144, vocabulary=151_936, tied=True),
-    "q4": Dimensions(hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, vocabulary=151_936, tied=True),
+    "q06": Dimensions(
+        hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=3072, vocabulary=151_936, tied=True
+    ),
+    "q17": Dimensions(
+        hidden=2048, layers=28, heads=16, kv_heads=8, head_dim=128, mlp=6144, vocabulary=151_936, tied=True
+    ),
+    "q4": Dimensions(
+        hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, vocabulary=151_936, tied=True
+    ),
     "l8": Dimensions(
         hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocabulary=128_256, tied=False
     ),

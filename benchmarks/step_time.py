@@ -92,8 +92,14 @@ def choose_plan(model: RoundPipe, args: argparse.Namespace) -> ModelExecutePlan 
 def watched_parameters(model: torch.nn.Sequential) -> list[str]:
     """A few gradients that pass through everything: first and last block, embedding, and the head's norm."""
     last = len(model) - 2
-    return ["0.tokens.weight", "1.q.weight", "1.down.weight", f"{last}.k.weight", f"{last}.up.weight",
-            f"{last + 1}.norm.weight"]
+    return [
+        "0.tokens.weight",
+        "1.q.weight",
+        "1.down.weight",
+        f"{last}.k.weight",
+        f"{last}.up.weight",
+        f"{last + 1}.norm.weight",
+    ]
 
 
 def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -131,7 +137,7 @@ class Streamed:
     def prepare(self, mode: str) -> None:
         if mode != "frozen" and self.optimizer is None:
             with roundpipe.OptimizerCtx():
-                # The rate is tiny on purpose: the time of a step does not depend on it, and random tokens teach nothing.
+                # The rate is tiny on purpose: the time of a step does not depend on it; random tokens teach nothing.
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
 
 

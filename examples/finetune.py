@@ -9,6 +9,7 @@ Every number it prints is measured in this run, on files that were kept out of t
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import os
 import sys
@@ -39,6 +40,8 @@ def build_model(size: Size, tokenizer) -> transformers.PreTrainedModel:
         intermediate_size=size.mlp,
         max_position_embeddings=max(4096, size.seq),
         tie_word_embeddings=True,
+        # The usual 0.02 suits wide models; a narrow one starts so small that a short run would end on a plateau.
+        initializer_range=0.7 / math.sqrt(size.hidden),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -111,23 +114,32 @@ def train(model, rows: torch.Tensor, size: Size, args: argparse.Namespace, confi
 
 
 def save_and_prove(model, hf_model, tokenizer, rows: torch.Tensor, output: Path) -> transformers.PreTrainedModel:
-    """Writes the checkpoint and loads it again with plain transformers; the logits must be the same, bit by bit."""
+    """Writes the checkpoint and loads it with plain transformers; weights and logits must be the same, bit by bit.
+
+    The logits are those of copies of both models: which kernel a matrix product takes, and so the last bit of its sums,
+    depends on where the weights happen to lie in memory.
+    """
     model.synchronize()
     hf_model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     again = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=hf_model.dtype).eval()
     hf_model.eval()
+    loaded = again.state_dict()
+    if different := [name for name, value in hf_model.state_dict().items() if not torch.equal(value, loaded[name])]:
+        raise RuntimeError(f"the checkpoint holds other weights: {', '.join(different)}")
     with torch.no_grad():
-        wanted = hf_model(input_ids=rows).logits
-        got = again(input_ids=rows).logits
+        wanted = copy.deepcopy(hf_model)(input_ids=rows).logits
+        got = copy.deepcopy(again)(input_ids=rows).logits
         streamed = model(input_ids=rows).logits
     if not torch.equal(got, wanted):
         raise RuntimeError(f"the checkpoint gives other logits: they differ by {(got - wanted).abs().max().item():.3g}")
     difference = (streamed.float() - got.float()).abs().max() / got.float().abs().max()
     if difference > (0.05 if hf_model.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"streamed and reloaded logits differ by {difference.item():.3g} of the largest")
-    print(f"checkpoint: {output}, reloaded by plain transformers: logits equal "
-          f"(streamed ones within {difference.item():.1e} of the largest)")
+    print(
+        f"checkpoint: {output}, reloaded by plain transformers: logits equal "
+        f"(streamed ones within {difference.item():.1e} of the largest)"
+    )
     return again
 
 
@@ -135,7 +147,11 @@ def sample(model: transformers.PreTrainedModel, tokenizer, prompt: str = "    de
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
     ids = model.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60, do_sample=True, top_k=20
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=60,
+        do_sample=True,
+        top_k=20,
     )
     print(f"sample: {tokenizer.decode(ids[0], skip_special_tokens=True)}")
 
@@ -170,8 +186,10 @@ def run(args: argparse.Namespace) -> None:
     kept = kept[:: max(1, len(kept) * size.seq // 16_384)]
     hf_model = build_model(size, tokenizer)
     count = sum(p.numel() for p in hf_model.parameters())
-    print(f"model: {size_name}, {count / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}; "
-          f"text: {rows.numel():,} tokens to train on; devices: {', '.join(d.name for d in devices)}")
+    print(
+        f"model: {size_name}, {count / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}; "
+        f"text: {rows.numel():,} tokens to train on; devices: {', '.join(d.name for d in devices)}"
+    )
 
     model = wrap_model_to_roundpipe(hf_model, use_sequential_preset=True, name="demo", optim_dtype=torch.float32)
     config = RoundPipeRunConfig(num_microbatch=pieces, recompute_grain=args.grain, execute_plan=plan)

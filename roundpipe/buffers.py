@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -72,7 +72,11 @@ class _Slot:
     written: bool = False  # by a kernel that counts no version
 
     def intact(self) -> bool:
-        return not self.written and self.twin._buffers.get(self.name) is self.tensor and self.tensor._version == self.version
+        return (
+            not self.written
+            and self.twin._buffers.get(self.name) is self.tensor
+            and self.tensor._version == self.version
+        )
 
 
 class LayerBuffers:
@@ -127,7 +131,7 @@ class LayerBuffers:
                 del self._worker.buffers[key]
 
     def snapshot(self) -> list[HostTensor]:
-        """Where the values lie from which the coming forward starts. Changed ones are copied down before it may write."""
+        """Where the values lie from which the coming forward starts. Changed ones are copied down before it writes."""
         sources = []
         for slot in self._slots:
             if not slot.intact():

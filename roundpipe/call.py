@@ -37,8 +37,10 @@ class CallAborted(Exception):
 class Call:
     """Shared by the jobs of one ``forward`` or ``forward_backward``.
 
-    The caller's thread makes it, dispatches it and collects; workers run its jobs. ``_changed`` covers the dictionaries
-    below it and is notified whenever one of them, the failure or the number of open jobs changes.
+    The caller's thread makes it, dispatches it and collects; workers run its jobs. ``_mutex`` covers the dictionaries
+    below it; ``_changed`` is notified whenever one of them, the failure or the number of open jobs changes.
+    (``with _mutex`` rather than ``with _changed``: Ctrl-C may strike inside a Condition's own methods, with the lock
+    taken and nobody to release it. Waits on the main thread are uninterrupted slices for the same reason.)
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class Call:
         self.outputs: dict[int, Boundary] = {}
         self._recompute_data: dict[tuple[int, int], Boundary] = {}
 
-        self._changed = threading.Condition()
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._boundaries: dict[tuple[int, int], Boundary] = {(m, 0): b for m, b in enumerate(inputs)}
         self._gradients: dict[tuple[int, int], list[HostTensor | None] | None] = {}
         self.error: BaseException | None = None
@@ -143,13 +146,14 @@ class Call:
             try:
                 job.open(worker)
             except BaseException as error:  # noqa: BLE001 (reaches the caller as the call's failure)
-                with self._changed:
+                with self._mutex:
                     self._open_jobs -= len(jobs) - opened
                 self.fail(error, worker=worker, job=job)
                 break
             worker.submit(job)
         handles = [job.handle for job in jobs if job.handle]
         self._finalizer = weakref.finalize(self, _forget_jobs, handles)
+        self._finalizer.atexit = False  # the engine ends there, and with it all jobs
 
     def _lowest_needed(self) -> int:
         """The lowest layer that a gradient must reach."""
@@ -192,7 +196,7 @@ class Call:
             raise CallAborted
 
     def boundary(self, microbatch: int, layer: int, block: bool) -> Boundary | None:
-        with self._changed:
+        with self._mutex:
             while (microbatch, layer) not in self._boundaries:
                 self.check()
                 if not block:
@@ -209,17 +213,17 @@ class Call:
         return self._open_forward == 0
 
     def put_boundary(self, microbatch: int, layer: int, boundary: Boundary) -> None:
-        with self._changed:
+        with self._mutex:
             self._boundaries[microbatch, layer] = boundary
             self._changed.notify_all()
 
     def drop_boundary(self, microbatch: int, layer: int) -> None:
-        with self._changed:
+        with self._mutex:
             self._boundaries.pop((microbatch, layer), None)
 
     def gradient(self, microbatch: int, layer: int, block: bool) -> tuple[bool, list[HostTensor | None] | None]:
         """(whether it is known, gradients of the tensors at the input of ``layer`` that require grad)."""
-        with self._changed:
+        with self._mutex:
             while (microbatch, layer) not in self._gradients:
                 self.check()
                 if not block:
@@ -228,7 +232,7 @@ class Call:
             return True, self._gradients.pop((microbatch, layer))
 
     def put_gradient(self, microbatch: int, layer: int, grads: list[HostTensor | None] | None) -> None:
-        with self._changed:
+        with self._mutex:
             self._gradients[microbatch, layer] = grads
             self._changed.notify_all()
 
@@ -267,10 +271,14 @@ class Call:
         if isinstance(error, Exception):
             place = job.place
             located = errors.locate(
-                error, device=worker.name, phase=place.phase, stage=job.position, layer=place.layer,
+                error,
+                device=worker.name,
+                phase=place.phase,
+                stage=job.position,
+                layer=place.layer,
                 microbatch=place.microbatch,
             )
-        with self._changed:
+        with self._mutex:
             if self.error is None:
                 self.error = located
             self._changed.notify_all()
@@ -279,13 +287,13 @@ class Call:
         """The caller leaves the call with ``error`` (Ctrl-C, a failure of his own functions): its jobs stop at their
         next safe point, its gradients and buffers are dropped, and nobody needs to be told any more.
         """
-        with self._changed:
+        with self._mutex:
             if self.error is None:
                 self.error, self.told = error, True
             self._changed.notify_all()
 
     def job_finished(self, job: StageJob) -> None:
-        with self._changed:
+        with self._mutex:
             self._open_jobs -= 1
             self._open_forward -= job.phase is not Phase.BACKWARD
             if self._open_jobs == 0 and (self.keeps_graph or self.error is not None):
@@ -303,7 +311,7 @@ class Call:
         """Where every job is and the tickets of every unit, for the watchdog."""
         lines = [f"jobs open: {self._open_jobs} of {len(self.jobs)}"]
         lines += [
-            f"  {job.phase.value} stage {job.position}, layers {job.stage.start}..{job.stage.stop - 1}: {job.progress()}"
+            f"  {job.phase.value} stage {job.position}, layers {job.stage.start}-{job.stage.stop - 1}: {job.progress()}"
             for job in self.jobs
         ]
         lines.append("units: issued (upload, publish, gradient load, write, take), completed (the same)")
@@ -320,22 +328,23 @@ class Call:
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Blocks the calling thread in slices until ``condition`` or a failure of this call."""
         watchdog = Watchdog(self.engine, what, self.counters)
-        with self._changed:
-            while not condition() and self.error is None:
-                self._changed.wait(timeout=0.1)
-                watchdog()
+        while not self._slice(lambda: condition() or self.error is not None):
+            watchdog()
+
+    def _slice(self, condition: Callable[[], bool]) -> bool:
+        """Waits a tenth of a second at most; whether ``condition`` holds."""
+        with uninterrupted(), self._mutex:
+            return condition() or self._changed.wait_for(condition, timeout=0.1)
 
     def wait_jobs(self, check: Callable[[], None] | None = None) -> None:
         """Blocks until every job has ended, well or not, and all gradients are on the host. Does not raise for a
         failure of this call: look at ``error``.
         """
         watchdog = Watchdog(self.engine, "the jobs of a call", self.counters)
-        with self._changed:
-            while self._open_jobs:
-                self._changed.wait(timeout=0.1)
-                watchdog()
-                if check is not None:
-                    check()
+        while not self._slice(lambda: self._open_jobs == 0):
+            watchdog()
+            if check is not None:
+                check()
         with self._settling:
             if not self.settled:
                 self._settle(watchdog)
@@ -346,7 +355,7 @@ class Call:
                 try:
                     _ops.wait(_ops.job_wait_gradients, job.handle, check=watchdog)
                 except RoundPipeError as error:
-                    with self._changed:
+                    with self._mutex:
                         self.error = self.error or error
         with uninterrupted():
             self.settled = True

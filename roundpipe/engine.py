@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -119,9 +120,7 @@ class Engine:
         self.spec = spec
         found = devices()
         check = os.environ.get("ROUNDPIPE_CHECK", "0") == "1" and spec.kind == "host"
-        self.handle = _ops.engine_open(
-            spec.kind, [d.ordinal for d in found], spec.memory_limit_bytes or 0, check
-        )
+        self.handle = _ops.engine_open(spec.kind, [d.ordinal for d in found], spec.memory_limit_bytes or 0, check)
         self.progress = 0  # jobs and updates finished; the watchdog looks at it
         self.dispatch_lock = threading.RLock()  # jobs of one call enter all queues before those of the next
         self._next = 0
@@ -179,14 +178,19 @@ class Engine:
         if reports:
             raise RoundPipeError(f"the happens-before checker found unordered accesses:\n{reports}")
 
-    def close(self) -> None:
+    def close(self, deadline: float | None = None) -> None:
+        """Ends all jobs; waits for layers that are running until ``deadline`` (monotonic seconds) at most."""
         if self.closed:
             return
         self.closed = True
+        deadline = time.monotonic() + _PATIENCE_S if deadline is None else deadline
+        for call in list(self.calls_in_flight):
+            if not call.finished:
+                call.abandon(RoundPipeError("the engine was closed while this call was in flight"))
         for worker in self.workers:
             worker.stop()
         for worker in self.workers:
-            worker.thread.join(timeout=5.0)
+            end_thread(worker.thread, deadline)
         for worker in self.workers:
             worker._views.clear()
             worker._replicas.clear()
@@ -218,9 +222,49 @@ class Watchdog:
             )
 
 
+def end_thread(thread: threading.Thread, deadline: float) -> None:
+    """Waits for a thread that was asked to end; after ``deadline`` (monotonic seconds) its Python code is interrupted.
+
+    A daemon thread that is still inside C++ code when the interpreter goes away takes the process down with it, so one
+    that runs a layer of its user's is not simply left behind. Only a single operation that never ends is.
+    """
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        thread.join(0.5)
+
+
+_PATIENCE_S = 3.0  # how long a closing engine waits for layers and step functions that are running
+
 _engine: Engine | None = None
 _engine_lock = threading.Lock()  # covers making and replacing the one engine
-_creator_pid = os.getpid()
+_forked = False  # this process is a fork of one whose engine was open
+at_engine_exit: list[Callable[[float], None]] = []  # called with a deadline when the interpreter exits, before closing
+
+
+def check_process() -> None:
+    """Raises RoundPipeError in a forked child, where the engine of the parent must not be touched."""
+    if _forked:
+        raise RoundPipeError(
+            "RoundPipe was used in a forked child process; its engine and its weights live in the parent only. Start "
+            "the child with the 'spawn' method, or keep RoundPipe models out of DataLoader workers."
+        )
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _engine_lock
+    cpu_generator_lock.release()
+    _engine_lock = threading.Lock()
+    _forked = _forked or _engine is not None
+
+
+# A child must not inherit the CPU generator in the state that a layer is just using, nor locked (DataLoader workers
+# seed theirs first of all). So a fork waits until no layer holds it.
+os.register_at_fork(
+    before=cpu_generator_lock.acquire,
+    after_in_parent=cpu_generator_lock.release,
+    after_in_child=_after_fork_in_child,
+)
 
 
 def current() -> Engine:
@@ -230,18 +274,16 @@ def current() -> Engine:
         RoundPipeError: in a forked child, where the engine of the parent must not be touched.
     """
     global _engine
-    if os.getpid() != _creator_pid:
-        raise RoundPipeError(
-            "RoundPipe was used in a forked child process; its engine lives in the parent only. Start the child with "
-            "the 'spawn' method, or keep RoundPipe calls out of DataLoader workers."
-        )
+    check_process()
     with _engine_lock:
         spec = active_spec()
         if _engine is not None and _engine.spec == spec:
             return _engine
         if _engine is not None:
             if any(not call.finished for call in list(_engine.calls_in_flight)):
-                raise ConfigError("the devices cannot change while a call is in flight; synchronize() the models first.")
+                raise ConfigError(
+                    "the devices cannot change while a call is in flight; synchronize() the models first."
+                )
             _engine.close()
             _engine = None
         _engine = Engine(spec)
@@ -254,8 +296,11 @@ def _nothing() -> Iterator[None]:
 
 
 def _at_exit() -> None:
-    if _engine is not None and os.getpid() == _creator_pid:
-        _engine.close()
+    if _engine is not None and not _forked:
+        deadline = time.monotonic() + _PATIENCE_S
+        for end in at_engine_exit:
+            end(deadline)
+        _engine.close(deadline)
 
 
 atexit.register(_at_exit)

@@ -26,6 +26,13 @@ class LayerFacts:
 
     writes_input: bool | None = None  # modifies a tensor of its input in place
     draws_cpu: bool | None = None  # takes random numbers from the CPU generator
+    draws_device: bool = False  # takes random numbers from a GPU's generator
+
+    @property
+    def draws(self) -> bool:
+        """Whether it uses a generator that the caller's thread uses too."""
+        return bool(self.draws_cpu) or self.draws_device
+
     training: bool | None = None  # the mode in which that was seen: many layers draw in training only
 
     def see_mode(self, training: bool) -> None:
@@ -126,7 +133,7 @@ def call_seeded(
             stack.enter_context(cpu_generator_lock)
             watched = stack.enter_context(random_state.seeded(seed, torch.device("cpu")))
         if not worker.simulated:
-            stack.enter_context(random_state.seeded(seed, worker.device))
+            on_device = stack.enter_context(random_state.seeded(seed, worker.device))
         with ambient.entered():
             out = function()
     drew = watched is not None and watched.drew is True
@@ -134,6 +141,8 @@ def call_seeded(
         facts.draws_cpu = True
     elif watched is not None and facts.draws_cpu is None:
         facts.draws_cpu = False
+    if on_device is not None and on_device.drew:
+        facts.draws_device = True
     return out, drew
 
 

@@ -63,9 +63,7 @@ class RoundPipe(nn.Module):
             raise ConfigError(f"optim_dtype={optim_dtype!r}: expected a floating-point torch.dtype or None")
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
         if not isinstance(config, RoundPipeRunConfig):
-            raise ConfigTypeError(
-                f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig"
-            )
+            raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
         layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else [model]
         if not layers:
             raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
@@ -88,7 +86,7 @@ class RoundPipe(nn.Module):
         Under ``torch.no_grad()`` it uses the newest weights that are complete; call ``synchronize()`` first to have
         those of a step that still runs. Returns when the outputs are on the host.
         """
-        with self._lock:
+        with self._entered():
             return runs.infer(self._state, self._resolve(roundpipe_run_config), args, kwargs)
 
     def forward_backward(
@@ -106,7 +104,7 @@ class RoundPipe(nn.Module):
             input_args: positional arguments of the first layer, split into microbatches.
             input_kwargs: keyword arguments of the first layer, likewise.
             label: a tree, split like the arguments.
-            loss_fn: ``loss_fn(output, label)`` of one microbatch, called on its device; a one-element tensor, or a list.
+            loss_fn: ``loss_fn(output, label)`` of one microbatch, called on its device; one-element tensor, or a list.
             return_outputs: also give the merged outputs.
             run_config: overrides the model's.
 
@@ -133,9 +131,14 @@ class RoundPipe(nn.Module):
             )
         if not callable(loss_fn):
             raise ConfigTypeError(f"forward_backward(loss_fn=...): got {type(loss_fn).__name__}, expected a callable")
-        with self._lock:
+        with self._entered():
             return runs.train(
-                self._state, self._resolve(run_config), input_args, dict(input_kwargs or {}), label, loss_fn,
+                self._state,
+                self._resolve(run_config),
+                input_args,
+                dict(input_kwargs or {}),
+                label,
+                loss_fn,
                 return_outputs,
             )
 
@@ -152,14 +155,14 @@ class RoundPipe(nn.Module):
         """
         if not callable(step_fn):
             raise ConfigTypeError(f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable")
-        with self._lock:
+        with self._entered():
             self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)
 
     def synchronize(self) -> None:
         """Waits for everything. Afterwards the host weights are the newest and ``.grad`` of the model's own parameters
         holds what has accumulated since the last step. Raises what failed meanwhile.
         """
-        with self._lock:
+        with self._entered():
             self._state.synchronize()
 
     # -- optimizer parameters ------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class RoundPipe(nn.Module):
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, optimizer parameter) of every parameter that requires grad; made on first use."""
-        with self._lock:
+        with self._entered():
             self._state.ensure_optimizer_parameters()
         named = self._naming_model().named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
         for name, host in named:
@@ -206,6 +209,10 @@ class RoundPipe(nn.Module):
         """
         self.__dict__["original_model"] = model
 
+    def _entered(self) -> threading.RLock:
+        engines.check_process()  # before the lock: a fork may have copied it locked
+        return self._lock  # type: ignore[no-any-return]
+
     def _naming_model(self) -> nn.Module:
         original = self.original_model
         return self.model if original is None else original  # type: ignore[no-any-return]
@@ -213,7 +220,7 @@ class RoundPipe(nn.Module):
     # -- nn.Module's verbs ---------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients everywhere: accumulated, under way, and the optimizer's."""
-        with self._lock:
+        with self._entered():
             self._state.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +239,7 @@ class RoundPipe(nn.Module):
         if not own & state_dict.keys() and any(key.startswith("model.") for key in state_dict):
             state_dict = {key.removeprefix("model."): value for key, value in state_dict.items()}
         result = target.load_state_dict(state_dict, strict=strict, assign=assign)
-        with self._lock:
+        with self._entered():
             self._state.adopt_edits(force=True)
         return result
 
@@ -307,7 +314,9 @@ def _claim(model: nn.Module, layers: list[nn.Module], wrapper: RoundPipe) -> Non
     with _owners_lock:
         for module in [model, *(m for layer in layers for m in layer.modules())]:
             if isinstance(module, RoundPipe):
-                raise ConfigError(f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first")
+                raise ConfigError(
+                    f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first"
+                )
             known = _owners.get(module)
             owner = known() if known is not None else None
             if owner is not None and any(True for _ in module.parameters(recurse=False)):

@@ -145,9 +145,7 @@ class _Conversion:
 class TakenUnit:
     """Gradients of one unit on their way into the optimizer's memory."""
 
-    def __init__(
-        self, entries: list[OptimizerParameter], targets: list[torch.Tensor], conversion: _Conversion
-    ) -> None:
+    def __init__(self, entries: list[OptimizerParameter], targets: list[torch.Tensor], conversion: _Conversion) -> None:
         self._entries = entries
         self._targets = targets
         self._conversion = conversion

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import _ops
-from .engine import Engine, Watchdog
+from .engine import Engine, Watchdog, at_engine_exit, end_thread
 from .errors import RoundPipeError, StageError
+from .interrupts import uninterrupted
 from .optimizer_context import OptimizerCtx
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ class OptimizerThread:
     """One for the process: step functions of different models may share an optimizer. Started on first use."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()  # covers starting the thread once
 
@@ -36,13 +38,29 @@ class OptimizerThread:
     def _loop(self) -> None:
         with OptimizerCtx():
             while True:
-                self._queue.get()()
+                task = self._queue.get()
+                if task is None:
+                    return
+                task()
+                del task
+
+    def stop(self, deadline: float) -> None:
+        """At exit: drops what has not begun, and waits for the present step until ``deadline`` (monotonic seconds)."""
+        with self._start_lock:
+            if self._thread is None or not self._thread.is_alive():
+                return
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+            self._queue.put(None)
+        end_thread(self._thread, deadline)
 
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
 
 
 thread = OptimizerThread()
+at_engine_exit.append(thread.stop)
 
 
 class StepTask:
@@ -140,8 +158,12 @@ class StepTask:
                 "model.step() on the main thread."
             )
         watchdog = Watchdog(self.engine, "the optimizer thread")
-        while not self.ended.wait(timeout=0.1):
+        while not self._ended_within_slice():
             watchdog()
+
+    def _ended_within_slice(self) -> bool:
+        with uninterrupted():  # Ctrl-C inside Event.wait could leave the event's lock taken
+            return self.ended.wait(timeout=0.1)
 
 
 _PUBLISH, _TAKE = 1, 4  # TicketKind of the core

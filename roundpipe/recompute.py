@@ -1,4 +1,4 @@
-"""What a layer may ask and keep for its recompute: ``save_for_recompute``, ``doing_recompute``, ``get_recompute_data``."""
+"""What a layer may keep for its recompute: ``save_for_recompute``, ``doing_recompute``, ``get_recompute_data``."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class LayerReplica:
     def _structure_changed(self) -> bool:
         for module, twin in self._nodes:
             children = twin._modules
-            if module._modules.keys() != children.keys() or module._parameters.keys() != twin._parameters.keys():
+            same = module.__class__ is twin.__class__ and module._modules.keys() == children.keys()
+            if not same or module._parameters.keys() != twin._parameters.keys():
                 return True
             for name, child in module._modules.items():
                 if children[name] is not (None if child is None else self._twins.get(id(child))):

@@ -107,10 +107,21 @@ def _make_call(
     keeps_outputs: bool,
 ) -> Call:
     return Call(
-        engine, state.layers, state.units_of, state.host_buffers, state.facts, state.loss_facts,
-        inputs=inputs, labels=labels, loss_fn=loss_fn, grain=config.recompute_grain,
-        preserve_rng=config.preserve_rng_state, keeps_graph=keeps_graph, keeps_outputs=keeps_outputs,
-        window=state.window if keeps_graph else None, predecessor=state.unsettled_training_call(),
+        engine,
+        state.layers,
+        state.units_of,
+        state.host_buffers,
+        state.facts,
+        state.loss_facts,
+        inputs=inputs,
+        labels=labels,
+        loss_fn=loss_fn,
+        grain=config.recompute_grain,
+        preserve_rng=config.preserve_rng_state,
+        keeps_graph=keeps_graph,
+        keeps_outputs=keeps_outputs,
+        window=state.window if keeps_graph else None,
+        predecessor=state.unsettled_training_call(),
     )
 
 

@@ -117,7 +117,7 @@ class StageJob:
             self._release_all(worker)
             _ops.job_close(self.handle)
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
-            _ops.job_abort(self.handle)
+            _ops.drop_quietly(_ops.job_abort, self.handle)
             for buffers in self._buffers.values():
                 buffers.distrust()
             call.fail(error, worker=worker, job=self)
@@ -316,8 +316,14 @@ class StageJob:
         entered = {leaf.grad_fn for leaf in live.leaves if isinstance(leaf, torch.Tensor)}
         with before:
             live, drew = layer_call.call_layer(
-                worker, replica, facts, live, first=layer == 0,
-                seed=call.layer_seed(m, layer, recomputing), ambient=call.ambient, scope=scope,
+                worker,
+                replica,
+                facts,
+                live,
+                first=layer == 0,
+                seed=call.layer_seed(m, layer, recomputing),
+                ambient=call.ambient,
+                scope=scope,
                 seeds_cpu=not recomputing or (m, layer) in call.drew,
             )
             buffers.note_silent_writes()
@@ -338,21 +344,29 @@ class StageJob:
         out = live.value()
         with layer_call.run_under_lock(worker):
             value, _ = layer_call.call_seeded(
-                worker, call.loss_facts, call.layer_seed(m, len(call.layers), False), call.ambient,
+                worker,
+                call.loss_facts,
+                call.layer_seed(m, len(call.layers), False),
+                call.ambient,
                 lambda: call.loss_fn(out, label),
             )
         losses = list(value) if isinstance(value, (list, tuple)) else [value]
         for loss in losses:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ConfigError(f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list.")
+                got = (
+                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                )
+                raise ConfigError(
+                    f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list."
+                )
         if not any(loss.requires_grad for loss in losses):
             raise ConfigError(
                 "the loss does not depend on any parameter or input that requires grad, so there is nothing to train; "
                 "check requires_grad of the parameters and that loss_fn uses the model's output without detach()."
             )
         call.losses[m] = (
-            [HostTensor.stash(worker, loss, Traffic.ACTIVATIONS) for loss in losses], isinstance(value, (list, tuple))
+            [HostTensor.stash(worker, loss, Traffic.ACTIVATIONS) for loss in losses],
+            isinstance(value, (list, tuple)),
         )
         return losses
 
@@ -432,7 +446,7 @@ class StageJob:
         self.call.touched.setdefault(unit.key, set()).add(position)
         if unit.key in self._handed:
             self._hook_failure = RoundPipeError(
-                f"parameter {unit.names[unit.trainable[position]]!r} received a gradient after its unit was complete; a "
+                f"parameter {unit.names[unit.trainable[position]]!r} got a gradient after its unit was complete; a "
                 "reentrant checkpoint inside a layer does this: use torch.utils.checkpoint with use_reentrant=False."
             )
             return
@@ -509,4 +523,3 @@ def _distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
         if isinstance(leaf, torch.Tensor) and wanted:
             seen.setdefault(id(leaf), leaf)
     return list(seen.values())
-

@@ -30,7 +30,7 @@ class TrainingState:
     """Used under the model's lock only.
 
     Note [Published and pending steps]
-      An asynchronous step leaves its result in the optimizer's parameters; the host weights get it when the next step is
+      An asynchronous step leaves its result in the optimizer's parameters; host weights get it when the next step is
       dispatched (or anyone asks for the newest weights), after all uploads of the iteration in between. That is the
       staleness of exactly one step.
     """
@@ -52,7 +52,7 @@ class TrainingState:
         self._plans: dict[Any, ModelExecutePlan] = {}
         self.attach(engine)
         self._note_versions()
-        weakref.finalize(self, _close_units, self.units)
+        weakref.finalize(self, _close_units, self.units).atexit = False
 
     # -- engine --------------------------------------------------------------------------------------------------
     def attach(self, engine: Engine) -> None:
@@ -195,8 +195,13 @@ class TrainingState:
         self, window: Window | None, function: Callable[[], Any] | None, *, publish_first: bool, publish_last: bool
     ) -> None:
         task = StepTask(
-            self._engine(), self.optimizer, self.units, window, function,
-            publish_first=publish_first, publish_last=publish_last,
+            self._engine(),
+            self.optimizer,
+            self.units,
+            window,
+            function,
+            publish_first=publish_first,
+            publish_last=publish_last,
         )
         self._tasks.append(task)
         optimizer_thread.submit(task.run)

@@ -111,7 +111,7 @@ class Unit:
         return self.trainable == [i for i, p in enumerate(self.parameters) if p.requires_grad]
 
     def gradient_image(self, other_than: torch.Tensor | None) -> torch.Tensor:
-        """A gradient image to write while ``other_than`` still holds the sum of the calls before; made on first need."""
+        """A gradient image to write while ``other_than`` holds the sum of the calls before; made on first need."""
         for image in self._images:
             if image is not other_than:
                 return image
@@ -145,7 +145,7 @@ class Unit:
         return self.weight_bytes + (self.gradient_bytes if gradients else 0)
 
     def ensure_packed(self) -> None:
-        """Moves weights that someone re-pointed (``p.data = ...``, ``load_state_dict(assign=True)``) back into place."""
+        """Moves weights that were re-pointed (``p.data = ...``, ``load_state_dict(assign=True)``) back into place."""
         for name, parameter, layout in zip(self.names, self.parameters, self.layouts, strict=True):
             if layout.nbytes == 0 or parameter.data_ptr() == self.image.data_ptr() + layout.offset:
                 continue
@@ -223,6 +223,6 @@ def _check_aliases(parameters: list[tuple[str, nn.Parameter]]) -> None:
     for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
         if begin < end:
             raise ConfigError(
-                f"parameters {first!r} and {second!r} are different Parameter objects over the same memory; moving them "
+                f"parameters {first!r} and {second!r} are different Parameter objects over one memory; moving them "
                 "to pinned memory would silently untie them. Tie weights by assigning the same Parameter object."
             )

@@ -136,16 +136,27 @@ def mlp() -> nn.Sequential:
 
 def in_place() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Dropout(0.2, inplace=True), nn.Tanh(),
-        nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4),
+        nn.Linear(8, 16),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 16),
+        nn.Dropout(0.2, inplace=True),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 4),
     )
 
 
 def cnn() -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False).to(memory_format=torch.channels_last), nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None), nn.Dropout2d(0.1),
-        nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
+        nn.Conv2d(3, 8, 3, padding=1, bias=False).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8, momentum=None),
+        nn.Dropout2d(0.1),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
     )
 
 
@@ -173,8 +184,15 @@ def shared_module() -> nn.Sequential:
 
 def odd_outputs() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(8, 9), ViewOfInput(), nn.Identity(), Transposes(), Expands(), Transposes(), MeanOverOne(),
-        ScaleByZeroDim(), nn.Linear(8, 4),
+        nn.Linear(8, 9),
+        ViewOfInput(),
+        nn.Identity(),
+        Transposes(),
+        Expands(),
+        Transposes(),
+        MeanOverOne(),
+        ScaleByZeroDim(),
+        nn.Linear(8, 4),
     )
 
 
@@ -198,9 +216,7 @@ def _cross_entropy(out: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 CASES: dict[str, Case] = {
     "mlp": Case(mlp, _rows(8, 4), mse),
     "in_place": Case(in_place, _rows(8, 4), mse),
-    "cnn": Case(
-        cnn, lambda rows: ((torch.randn(rows, 3, 6, 6),), torch.randint(0, 5, (rows,))), F.cross_entropy
-    ),
+    "cnn": Case(cnn, lambda rows: ((torch.randn(rows, 3, 6, 6),), torch.randint(0, 5, (rows,))), F.cross_entropy),
     "decoder": Case(decoder, _tokens, _cross_entropy, shared=True),
     "frozen": Case(frozen, _rows(8, 4), mse),
     "unused": Case(unused, _rows(8, 4), mse),

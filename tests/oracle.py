@@ -66,7 +66,9 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def assert_close_to_scale(got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-6) -> None:
+def assert_close_to_scale(
+    got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-6
+) -> None:
     """Within ``tolerance`` of the tensor's largest magnitude; None only where the other is None."""
     assert (got is None) == (want is None), f"{what}: got {got is not None}, want {want is not None}"
     if got is None or want is None:

@@ -46,8 +46,12 @@ def run_both(name: str, config: RoundPipeRunConfig, rows: int, seed: int, calls:
         got = wrapped.forward_backward(args, label=label, loss_fn=case.loss_fn, run_config=config)
         torch.set_rng_state(state)
         want = oracle.forward_backward(
-            list(plain), to_gpu(args), label=to_gpu(label), loss_fn=case.loss_fn,
-            num_microbatch=min(rows, config.num_microbatch), device="cuda",
+            list(plain),
+            to_gpu(args),
+            label=to_gpu(label),
+            loss_fn=case.loss_fn,
+            num_microbatch=min(rows, config.num_microbatch),
+            device="cuda",
         )
         oracle.assert_close_to_scale(got, want.cpu(), "loss", TOLERANCE)
     wrapped.synchronize()
@@ -112,7 +116,7 @@ def test_training(is_async: bool) -> None:
 
 def test_bfloat16_weights_stay_off_the_gpu() -> None:
     """A model many times the region: what the process holds on the GPU is the region and activations."""
-    width, depth = 1024, 24
+    width, depth = 1024, 64
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]).bfloat16()
     wrapped = RoundPipe(model, optim_dtype=torch.float32)
     plan = one_layer_stages(depth)
@@ -122,7 +126,8 @@ def test_bfloat16_weights_stay_off_the_gpu() -> None:
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         wrapped.forward_backward(
-            (torch.randn(64, width, dtype=torch.bfloat16),), loss_fn=lambda out, _: out.float().square().mean(),
+            (torch.randn(64, width, dtype=torch.bfloat16),),
+            loss_fn=lambda out, _: out.float().square().mean(),
             run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=plan),
         )
     wrapped.synchronize()

@@ -30,7 +30,9 @@ def test_demo_learns_saves_and_reloads(tmp_path):
     options = "--size tiny --steps 25 --batch 8 --seq 64 --microbatches 2 --grain layer --devices host:2 --exact"
     done = finetune(*options.split(), "--plan", "0-1,2|3-5,1-2,0", "--output", str(output))
     assert done.returncode == 0, done.stderr
-    found = re.search(r"held-out loss after: ([\d.]+) +\(before: ([\d.]+), token frequencies alone: ([\d.]+)\)", done.stdout)
+    found = re.search(
+        r"held-out loss after: ([\d.]+) +\(before: ([\d.]+), token frequencies alone: ([\d.]+)\)", done.stdout
+    )
     assert found, done.stdout
     after, before, unigram = map(float, found.groups())
     assert after < before - 0.5
@@ -84,8 +86,8 @@ def examples_path(monkeypatch):
         (["--grain", "fine"], "--grain: invalid choice: 'fine'"),
         (["--exact", "--async"], "not allowed with argument"),
         (["--colour", "red"], "unrecognized arguments: --colour red"),
-        (["--microbatches", "3", "--devices", "host:1"], "--microbatches 3: does not divide the 16 rows"),
-        (["--microbatches", "17", "--devices", "host:1"], "--microbatches 17: a batch has only 16 rows"),
+        (["--microbatches", "3", "--devices", "host:1"], "--microbatches 3: does not divide the 8 rows"),
+        (["--microbatches", "17", "--devices", "host:1"], "--microbatches 17: a batch has only 8 rows"),
         (["--plan", "0,x|1", "--devices", "host:1"], "--plan '0,x|1'"),
         (["--plan", "0-5", "--devices", "host:1"], "no '|'"),
         (["--output", __file__, "--devices", "host:1"], "is a file, expected a directory"),

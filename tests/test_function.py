@@ -53,6 +53,7 @@ def test_weight_gradient_is_summed_in_fp32(dtype):
     exact = torch.autograd.grad(whole(hidden.double(), weight.double(), labels), weight)[0].double()
     (one_by_one,) = torch.autograd.grad(causal_lm_loss(hidden, weight, labels, chunk_tokens=1), weight)
     (at_once,) = torch.autograd.grad(whole(hidden, weight, labels), weight)
+
     def error(got):
         return (got.double() - exact).norm() / exact.norm()
 
@@ -117,3 +118,19 @@ def test_logits_of_one_chunk_bound_the_memory():
         causal_lm_loss(hidden, weight, labels, chunk_tokens=32).backward()
     assert widest == 32
     assert default_chunk_tokens(151_936, torch.device("cuda")) * 151_936 <= 1 << 28
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gpu_agrees_with_cpu(dtype, compiled, monkeypatch):
+    monkeypatch.setenv("RPP_DISABLE_TORCH_COMPILE", "0" if compiled else "1")
+    hidden, weight, bias, labels = (tensor.detach() for tensor in make_inputs(dtype, rows=8, length=65))
+    results = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.to(device).requires_grad_() for tensor in (hidden, weight, bias)]
+        loss = causal_lm_loss(leaves[0], leaves[1], labels.to(device), bias=leaves[2], chunk_tokens=100)
+        results.append([loss.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(loss, leaves))])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, wanted in zip(results[1], results[0], strict=True):
+        assert ((got - wanted).float().norm() / wanted.float().norm()).item() < tolerance

@@ -13,6 +13,7 @@ from roundpipe.hf import causal_lm_to_sequential, is_causal_lm
 
 from .causal_models import CONFIGS, SIZES, assert_close, grads, make_batch, make_model, run_layers, transformers
 
+
 def check_against_plain(family, attention, tied, batch, relative=1e-6, **kwargs):
     plain = make_model(family, attention, tied)
     wanted = plain(**batch)

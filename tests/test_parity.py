@@ -211,7 +211,8 @@ def test_engine_runs_the_layers_on_device_weights_as_often_as_planned(devices: i
     plan.fwd_plan = [range(0, 1), range(1, 2)]
     plan.bwd_plan = [range(2, 3), range(1, 2), range(0, 1)]
     wrapped.forward_backward(
-        (torch.randn(6, 4),), loss_fn=lambda out, _: out.square().mean(),
+        (torch.randn(6, 4),),
+        loss_fn=lambda out, _: out.square().mean(),
         run_config=RoundPipeRunConfig(num_microbatch=3, execute_plan=plan),
     )
     wrapped.synchronize()

@@ -31,7 +31,7 @@ struct DeviceOutOfMemory : Error {
 
 }  // namespace roundpipe
 
-#define RP_REQUIRE(condition, message)                         \
-  do {                                                         \
+#define RP_REQUIRE(condition, message)                             \
+  do {                                                             \
     if (!(condition)) throw ::roundpipe::InvalidArgument(message); \
   } while (0)

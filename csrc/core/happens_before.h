@@ -3,9 +3,9 @@
 // Note [What orders what]
 //   An *actor* is anything that acts in order: a host thread, or a stream. A stream's operation starts after what the
 //   enqueuing thread had done (join at enqueue) but the enqueuing thread never learns of its end except through an
-//   event it synchronises with or a token someone released. So a compute stream is an actor of its own even where, as on
-//   simulated devices, the compute runs on the calling thread: otherwise a forgotten event would look ordered there and
-//   race on a GPU.
+//   event it synchronises with or a token someone released. So a compute stream is an actor of its own even where, as
+//   on simulated devices, the compute runs on the calling thread: otherwise a forgotten event would look ordered there
+//   and race on a GPU.
 #pragma once
 
 #include <cstddef>

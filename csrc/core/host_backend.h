@@ -13,11 +13,11 @@ namespace roundpipe {
 
 struct HostBackendOptions {
   std::size_t devices = 1;
-  std::size_t memory_limit_bytes = 0;     // per device; 0: none
-  bool check = false;                     // happens-before checker and 0xFF filling of discarded ranges
-  std::uint64_t seed = 0;                 // of the random delays
-  std::uint32_t max_delay_us = 0;         // each stream operation sleeps 0..max before it runs
-  std::int64_t fail_copy_at = -1;         // the n-th copy of this backend (from 0) fails with DriverError
+  std::size_t memory_limit_bytes = 0;  // per device; 0: none
+  bool check = false;                  // happens-before checker and 0xFF filling of discarded ranges
+  std::uint64_t seed = 0;              // of the random delays
+  std::uint32_t max_delay_us = 0;      // each stream operation sleeps 0..max before it runs
+  std::int64_t fail_copy_at = -1;      // the n-th copy of this backend (from 0) fails with DriverError
 };
 
 class HostBackend : public Backend {

@@ -41,7 +41,7 @@ enum class WaitResult : std::uint8_t { kTimedOut, kDone };
 class StageStreamer {
  public:
   StageStreamer(Device& device, TransferEngine& engine);
-  ~StageStreamer();
+  ~StageStreamer();  // open jobs are aborted and copies under way waited for; in a forked child it leaks everything
 
   // Device bytes of one job, as packed here (weights and gradients of each unit, 256-byte aligned).
   static std::size_t job_bytes(const std::vector<UnitUse>& units);
@@ -50,8 +50,8 @@ class StageStreamer {
   // before on this memory, under whatever name the framework gave it, must be complete: uploads do not wait for it. A
   // null `base` with 0 bytes gives the region up.
   void set_region(void* base, std::size_t bytes);
-  // The same, and first waits (host) for all that was launched on `compute`, the stream for which the framework allocated
-  // the region: its allocator may hand out memory that kernels still under way use.
+  // The same, and first waits (host) for all that was launched on `compute`, the stream for which the framework
+  // allocated the region: its allocator may hand out memory that kernels still under way use.
   void set_region(void* base, std::size_t bytes, Stream& compute);
   std::size_t region_bytes() const;
 

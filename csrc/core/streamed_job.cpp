@@ -1,5 +1,7 @@
 #include "core/streamed_job.h"
 
+#include <unistd.h>
+
 #include <string>
 #include <utility>
 
@@ -29,7 +31,8 @@ void finish_ticket(WeightUnit& unit, const Ticket& ticket, bool poisoned) {
 }  // namespace
 
 StageStreamer::State::State(Device& device_, TransferEngine& engine_)
-    : device(device_),
+    : owner(getpid()),
+      device(device_),
       engine(engine_),
       poke(engine_.poker()),
       checker(engine_.checker()),

@@ -60,6 +60,7 @@ struct StageStreamer::State : std::enable_shared_from_this<StageStreamer::State>
   std::shared_ptr<Event> record(Stream& compute);
   void settle_discards() noexcept;  // before the region's memory goes away
 
+  const int owner;  // the process that has the engine's threads
   Device& device;
   TransferEngine& engine;  // not used after its shutdown
   const std::function<void()> poke;

@@ -1,5 +1,7 @@
 #include "core/transfer_engine.h"
 
+#include <unistd.h>
+
 #include <array>
 #include <limits>
 #include <mutex>
@@ -59,11 +61,15 @@ struct TransferEngine::Bell {
 };
 
 TransferEngine::TransferEngine(Device& device, const TransferOptions& options)
-    : state_(std::make_unique<State>(device, options)), bell_(std::make_shared<Bell>()) {
+    : owner_(getpid()), state_(std::make_unique<State>(device, options)), bell_(std::make_shared<Bell>()) {
   bell_->state = state_.get();
 }
 
 TransferEngine::~TransferEngine() {
+  if (getpid() != owner_) {
+    static_cast<void>(state_.release());
+    return;
+  }
   shutdown();
   std::lock_guard lock(bell_->mutex);
   bell_->state = nullptr;
@@ -96,6 +102,7 @@ bool TransferEngine::drain(std::chrono::milliseconds timeout) {
 }
 
 void TransferEngine::shutdown() noexcept {
+  if (getpid() != owner_) return;
   for (const auto& lane : state_->lanes) lane->shutdown();
 }
 

@@ -80,7 +80,8 @@ struct TransferOptions {
 class TransferEngine {
  public:
   explicit TransferEngine(Device& device, const TransferOptions& options = {});
-  ~TransferEngine();  // as shutdown()
+  // As shutdown(). In a forked child, which has none of the threads, it leaks everything instead of waiting for them.
+  ~TransferEngine();
 
   // `block_while_over_bytes`: back-pressure; blocks while more bytes than this are queued or in flight on that lane
   // (0: never). Throws Error after shutdown.
@@ -102,6 +103,7 @@ class TransferEngine {
  private:
   struct State;
   struct Bell;
+  const int owner_;  // the process that has the threads
   std::unique_ptr<State> state_;
   std::shared_ptr<Bell> bell_;
 };

@@ -18,9 +18,9 @@ struct HostSegment {
 
 struct WeightUnit {
   std::uint64_t id = 0;
-  std::size_t weight_bytes = 0;          // of the packed device image, a multiple of 256
-  std::vector<HostSegment> weights;      // one segment when the host memory is packed the same way
-  std::size_t gradient_bytes = 0;        // of the packed gradient image; 0: all frozen
+  std::size_t weight_bytes = 0;      // of the packed device image, a multiple of 256
+  std::vector<HostSegment> weights;  // one segment when the host memory is packed the same way
+  std::size_t gradient_bytes = 0;    // of the packed gradient image; 0: all frozen
   LayerClock clock;
 
   explicit WeightUnit(HappensBefore* checker) : clock(checker) {}

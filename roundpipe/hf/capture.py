@@ -91,7 +91,7 @@ class CallRecorder:
         hidden = _hidden_argument(block, args, kwargs)
         if block != len(self.calls):
             raise NotImplementedError(
-                f"block {block} was called as number {len(self.calls)}: the trunk does not run each block once, in order"
+                f"block {block} was called as number {len(self.calls)}: the trunk does not run each block once in order"
             )
         if self.hidden is None:
             self.hidden = hidden

@@ -20,7 +20,9 @@ __all__ = ["causal_lm_to_sequential", "is_causal_lm"]
 
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether this is a decoder-only causal language model of transformers. Does not import transformers."""
-    if not any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).__mro__):
+    if not any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).__mro__
+    ):
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -34,7 +36,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 def causal_lm_to_sequential(model: nn.Module) -> nn.Sequential:
     """The layers of a causal language model, for training without a key/value cache.
 
-    The modules and parameters are the model's own, on the CPU, not copied; tied weights stay tied. The first layer takes
+    The modules and parameters are the model's own, on the CPU, not copied; ties stay. The first layer takes
     the arguments of the model's forward plus `return_logits`; every other layer takes the tuple that the layer before
     it returned; the last one returns the model's own output. Raises NotImplementedError, with the reason, for a model
     whose trunk is not one chain of blocks.
@@ -146,7 +148,9 @@ def _children_beside(root: nn.Module, path: tuple[str, ...]) -> list[tuple[tuple
     found = []
     node = root
     for depth, step in enumerate(path):
-        found += [(path[:depth], name, child) for name, child in node._modules.items() if child is not None and name != step]
+        found += [
+            (path[:depth], name, child) for name, child in node._modules.items() if child is not None and name != step
+        ]
         node = node._modules[step]
     return found
 

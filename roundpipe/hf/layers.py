@@ -129,7 +129,9 @@ class _NoLogits(nn.Module):
 class HeadLayer(nn.Module):
     """All that comes after the last block: final norm, output projection and, with labels, the model's own loss."""
 
-    def __init__(self, skeleton: nn.Module, path: tuple[str, ...], traits: BlockTraits, projection: tuple[str, ...] | None):
+    def __init__(
+        self, skeleton: nn.Module, path: tuple[str, ...], traits: BlockTraits, projection: tuple[str, ...] | None
+    ):
         """projection: path of the output projection if the loss may be computed from it in chunks, else None."""
         super().__init__()
         self.skeleton = skeleton

@@ -9,6 +9,7 @@ computed, it takes the gradients on the same walk; the backward pass only scales
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -102,12 +103,26 @@ def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, ignore_index: int) -> Tenso
     return torch.nn.functional.cross_entropy(logits, labels_C, ignore_index=ignore_index, reduction="sum")
 
 
+@functools.cache
+def _adds_into_fp32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this device multiplies matrices of `dtype` and adds the product to an fp32 matrix in one call."""
+    if device.type == "cpu":
+        return False
+    small = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = torch.zeros(16, 16, dtype=torch.float32, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, small, small, torch.float32, out=total)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
 def _accumulate_weight_grad(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor) -> None:
     """total += grad^T @ hidden, rounded to fp32 only, whatever the inputs' dtype."""
     if grad_CV.dtype == total_VH.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
-    elif grad_CV.is_cuda:
-        torch.addmm(total_VH, grad_CV.t(), hidden_CH, out_dtype=torch.float32, out=total_VH)
+    elif _adds_into_fp32(grad_CV.dtype, grad_CV.device):
+        torch.ops.aten.addmm.dtype_out(total_VH, grad_CV.t(), hidden_CH, torch.float32, out=total_VH)
     else:
         total_VH.addmm_(grad_CV.t().float(), hidden_CH.float())
 

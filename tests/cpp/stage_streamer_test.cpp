@@ -1,6 +1,8 @@
 #include "core/stage_streamer.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <deque>
@@ -480,6 +482,26 @@ TEST(StageStreamer, EndsWithJobsInEveryState) {
     }
   }
 }
+
+#if !defined(__SANITIZE_THREAD__)  // which does not follow a fork of many threads
+TEST(StageStreamer, AForkedChildEndsWithoutWaitingForThreadsItDoesNotHave) {
+  StreamerRig rig(16384);
+  auto a = rig.make_unit({64}, 64);
+  const Ticket publish = a->unit->clock.issue(TicketKind::kPublish);
+  rig.streamer->enqueue({writes(*a)});
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(10);
+    rig.streamer.reset();
+    rig.engine.reset();
+    _exit(7);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  a->unit->clock.poison(publish);
+}
+#endif
 
 TEST(StageStreamer, EnqueueAfterTheEngineEndedPoisonsItsTickets) {
   StreamerRig rig(16384);

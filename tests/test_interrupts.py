@@ -1,0 +1,232 @@
+"""Ctrl-C ends a wait within a second and costs one call; a layer that hangs becomes an error with the counters."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe import OptimizerCtx, RoundPipe, _ops
+from roundpipe import engine as engines
+from roundpipe.errors import StallError
+from roundpipe.interrupts import uninterrupted
+
+from . import oracle
+from .test_failures import batch, config, make, mse, run, run_plain, trap_of
+
+
+def interrupt_after(seconds: float, waits_for: threading.Event | None = None) -> threading.Thread:
+    """Sends SIGINT to the main thread, as the terminal does, after ``waits_for`` and ``seconds``."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        if waits_for is not None:
+            assert waits_for.wait(30)
+        time.sleep(seconds)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("kind", "layer"), [("forward", 1), ("forward", 4), ("recompute", 0)])
+def test_ctrl_c_ends_a_wait_and_the_model_goes_on(kind: str, layer: int) -> None:
+    wrapped, plain = make(2)
+    run(wrapped, 0)
+    run_plain(plain, 0)
+    trap = trap_of(wrapped, layer)
+    trap.arm(kind, 1, sleep_s=1.8)
+    sender = interrupt_after(0.2, trap.sprung)
+    with pytest.raises(KeyboardInterrupt):
+        run(wrapped, 1)
+    assert trap.sprung.is_set()
+    began = time.monotonic()
+    sender.join()
+    assert time.monotonic() - began < 1.0
+    trap.disarm()
+    wrapped.synchronize()  # waits for the sleeping layer, and has nothing to raise
+    run(wrapped, 2)
+    run_plain(plain, 2)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
+    oracle.assert_same_state(wrapped.model, plain, 0.0)
+
+
+def test_ctrl_c_is_seen_soon() -> None:
+    wrapped, _ = make(1)
+    trap = trap_of(wrapped, 2)
+    trap.arm("forward", 0, sleep_s=3.0)
+    sent = []
+    thread = interrupt_after(0.3, trap.sprung)
+    try:
+        run(wrapped, 0)
+    except KeyboardInterrupt:
+        sent.append(time.monotonic())
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        sender = interrupt_after(0.3)
+        wrapped.synchronize()
+    sender.join()
+    assert sent and time.monotonic() - sent[0] < 2.0, "the second wait ended with the layer, not by Ctrl-C"
+    trap.disarm()
+    wrapped.synchronize()
+
+
+def test_ctrl_c_during_a_synchronous_step() -> None:
+    """The step goes on and its result counts; only the wait ended."""
+    wrapped, plain = make(2)
+    with OptimizerCtx():
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    started = threading.Event()
+
+    def step() -> None:
+        started.set()
+        time.sleep(1.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run(wrapped, 0)
+    sender = interrupt_after(0.1, started)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wrapped.step(step, is_async=False)
+    assert time.monotonic() - began < 1.4
+    sender.join()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    run_plain(plain, 0)
+    plain_optimizer.step()
+    wrapped.synchronize()
+    oracle.assert_same_state(wrapped.model, plain)
+
+
+def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
+    """Calls, steps and waits are struck at random; afterwards the model computes as one that never was."""
+    wrapped, plain = make(3)
+    with OptimizerCtx():
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+    run(wrapped, 0)
+    wrapped.zero_grad()
+    gc.collect()
+    engines.current().wait_idle()
+    before = _ops.engine_live(engines.current().handle)
+    generator = random.Random(0)
+    struck = 0
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        sender = interrupt_after(generator.random() * 0.12)
+        try:
+            try:
+                while True:
+                    run(wrapped, 1)
+                    wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=generator.random() < 0.5)
+            finally:
+                sender.join()
+        except KeyboardInterrupt:
+            struck += 1
+    assert struck >= 10
+    wrapped.synchronize()
+    wrapped.zero_grad()
+    with torch.no_grad():
+        for buffer, other in zip(wrapped.model.buffers(), plain.buffers(), strict=True):
+            buffer.copy_(other)
+    run(wrapped, 2)
+    run_plain(plain, 2)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
+    oracle.assert_same_state(wrapped.model, plain, 0.0)
+    gc.collect()
+    engines.current().wait_idle()
+    after = _ops.engine_live(engines.current().handle)
+    assert after[3] == 0
+    # Between the return of an operator and the assignment of its handle a record of an input may be lost: few at most.
+    assert after[4] - before[4] <= 3, (before, after)
+
+
+def test_uninterrupted_blocks_hold_ctrl_c_back() -> None:
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+        reached = True
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    result = []
+    thread = threading.Thread(target=lambda: uninterrupted().__enter__() or result.append(True))
+    thread.start()
+    thread.join()
+    assert result and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_watchdog_names_the_stuck_layer_and_the_counters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = make(2)
+    run(wrapped, 0)
+    run_plain(plain, 0)
+    wrapped.synchronize()
+    monkeypatch.setenv("ROUNDPIPE_STALL_SECONDS", "0.7")
+    trap = trap_of(wrapped, 2)
+    trap.arm(kind, 1, sleep_s=1.8)
+    began = time.monotonic()
+    with pytest.raises(StallError) as caught:
+        run(wrapped, 1)
+        wrapped.synchronize()
+    assert time.monotonic() - began < 1.8
+    stuck = "forward stage 1, layers 1..2" if kind == "forward" else "backward stage 1, layers 1..2"
+    line = next(line for line in caught.value.counters.splitlines() if stuck in line)
+    assert "on host:" in line and "microbatch 1" in line, caught.value.counters
+    assert "completed" in caught.value.counters and "ROUNDPIPE_STALL_SECONDS" in str(caught.value)
+    monkeypatch.setenv("ROUNDPIPE_STALL_SECONDS", "60")
+    trap.disarm()
+    wrapped.synchronize()
+    run(wrapped, 2)
+    run_plain(plain, 2)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
+
+
+def test_watchdog_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    roundpipe.use_devices("host:1")
+    wrapped = RoundPipe(torch.nn.Sequential(torch.nn.Linear(6, 6)))
+    with OptimizerCtx():
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    x, label = batch(0)
+    wrapped.forward_backward((x,), label=label, loss_fn=mse)
+    wrapped.synchronize()
+    monkeypatch.setenv("ROUNDPIPE_STALL_SECONDS", "0.5")
+    with pytest.raises(StallError, match="optimizer thread"):
+        wrapped.step(lambda: (time.sleep(1.5), optimizer.step()), is_async=False)
+    monkeypatch.setenv("ROUNDPIPE_STALL_SECONDS", "60")
+    wrapped.synchronize()
+
+
+def test_caller_may_draw_beside_a_recompute() -> None:
+    """The recompute of a layer that draws nothing leaves the caller's random numbers alone."""
+    wrapped, _ = make(2)
+    for layer in wrapped.model:
+        layer.drop.p = 0.0
+    x, label = batch(0)
+    trap_of(wrapped, 0).arm("recompute", 0, sleep_s=0.6)
+    torch.manual_seed(7)
+    wrapped.forward_backward((x,), label=label, loss_fn=mse, run_config=config())
+    assert trap_of(wrapped, 0).sprung.wait(10)
+    torch.manual_seed(3)
+    got = torch.rand(4)
+    time.sleep(0.8)
+    got = torch.cat([got, torch.rand(4)])
+    torch.manual_seed(3)
+    assert torch.equal(got, torch.cat([torch.rand(4), torch.rand(4)]))
+    wrapped.synchronize()
