@@ -86,7 +86,7 @@ class Call:
         self.buffer_sources: dict[tuple[int, int], list[HostTensor]] = {}
         self.buffer_updates: list[BufferUpdate] = []
         self.buffer_undos: list[BufferUndo] = []
-        self.drew: set[tuple[int, int]] = set()  # (microbatch, layer) whose recompute must draw from the CPU generator
+        self.drew: set[tuple[int, int]] = set()  # (microbatch, layer) whose recompute must draw again
         self.touched: dict[int, set[int]] = {}  # by unit: trainable parameters that got a gradient
         self.stores: dict[int, torch.Tensor] = {}  # by unit: the gradient image this call writes
         self.losses: dict[int, tuple[list[HostTensor], bool]] = {}

@@ -26,13 +26,6 @@ class LayerFacts:
 
     writes_input: bool | None = None  # modifies a tensor of its input in place
     draws_cpu: bool | None = None  # takes random numbers from the CPU generator
-    draws_device: bool = False  # takes random numbers from a GPU's generator
-
-    @property
-    def draws(self) -> bool:
-        """Whether it uses a generator that the caller's thread uses too."""
-        return bool(self.draws_cpu) or self.draws_device
-
     training: bool | None = None  # the mode in which that was seen: many layers draw in training only
 
     def see_mode(self, training: bool) -> None:
@@ -120,30 +113,25 @@ def call_seeded(
     seed: int,
     ambient: Ambient,
     function: Callable[[], Any],
-    seeds_cpu: bool = True,
+    seeds: bool = True,
 ) -> tuple[Any, bool]:
     """Runs ``function`` with the generators of this device seeded, and the caller's states restored afterwards.
 
-    Gives its result, and whether it drew from the CPU generator. ``seeds_cpu`` False leaves that generator alone: for
-    the recompute of a forward that did not draw, beside which the caller may be drawing already.
+    Gives its result, and whether it drew. ``seeds`` False leaves the generators alone: for the recompute of a forward
+    that did not draw, beside which the caller may be drawing already.
     """
+    on_cpu = on_device = None
     with contextlib.ExitStack() as stack:
-        watched = None
-        if seeds_cpu and (worker.simulated or facts.draws_cpu is not False):
+        if seeds and (worker.simulated or facts.draws_cpu is not False):
             stack.enter_context(cpu_generator_lock)
-            watched = stack.enter_context(random_state.seeded(seed, torch.device("cpu")))
-        if not worker.simulated:
+            on_cpu = stack.enter_context(random_state.seeded(seed, torch.device("cpu")))
+        if seeds and not worker.simulated:
             on_device = stack.enter_context(random_state.seeded(seed, worker.device))
         with ambient.entered():
             out = function()
-    drew = watched is not None and watched.drew is True
-    if drew:
-        facts.draws_cpu = True
-    elif watched is not None and facts.draws_cpu is None:
-        facts.draws_cpu = False
-    if on_device is not None and on_device.drew:
-        facts.draws_device = True
-    return out, drew
+    if on_cpu is not None:
+        facts.draws_cpu = bool(on_cpu.drew or facts.draws_cpu)
+    return out, any(one is not None and one.drew is True for one in (on_cpu, on_device))
 
 
 def call_layer(
@@ -156,12 +144,12 @@ def call_layer(
     seed: int,
     ambient: Ambient,
     scope: recompute.RecomputeScope,
-    seeds_cpu: bool,
+    seeds: bool,
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
     A tensor passed through unchanged keeps its place on the host. ``first``: the tree is ``(args, kwargs)`` of the
-    model's own call; otherwise it is the single positional argument. ``seeds_cpu``: as in ``call_seeded``.
+    model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``.
     """
     facts.see_mode(replica.layer.training)
     inputs = [leaf for leaf in live.leaves if isinstance(leaf, torch.Tensor)]
@@ -176,7 +164,7 @@ def call_layer(
             return replica.root(live.value())
 
     with run_under_lock(worker):
-        out, drew = call_seeded(worker, facts, seed, ambient, run, seeds_cpu)
+        out, drew = call_seeded(worker, facts, seed, ambient, run, seeds)
         replica.push()
 
     written = any(t._version != v for t, v in zip(inputs, versions, strict=True))

@@ -71,7 +71,7 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
     outputs = None
     if return_outputs:
         outputs = merge_outputs([_host_tree(call.outputs.pop(m), call) for m in range(count)], config.merge_output)
-    # A layer that draws from the CPU generator will draw again in its recompute; the caller must not draw in between.
+    # A layer that drew will draw again in its recompute, from a generator that the caller uses too.
     if call.drew:
         call.wait_jobs()
         _raise_if_failed(state, call)

@@ -324,7 +324,7 @@ class StageJob:
                 seed=call.layer_seed(m, layer, recomputing),
                 ambient=call.ambient,
                 scope=scope,
-                seeds_cpu=not recomputing or (m, layer) in call.drew,
+                seeds=not recomputing or (m, layer) in call.drew,
             )
             buffers.note_silent_writes()
         if drew and will_recompute:
