@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from . import _ops
 from .errors import ConfigError
+from .interrupts import uninterrupted
 from .units import is_dense
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class HostTensor:
 
     def __del__(self) -> None:
         if self.record:
-            _ops.drop_quietly(_ops.record_drop, self.record)
+            with uninterrupted(resend=True):
+                _ops.drop_quietly(_ops.record_drop, self.record)
 
     # -- making --------------------------------------------------------------------------------------------------
     @staticmethod
@@ -75,8 +77,9 @@ class HostTensor:
         """Copies a tensor that is not on a worker's device into pinned memory now, on the calling thread."""
         _check_kind(tensor)
         tensor = tensor.detach().cpu().contiguous()
-        record = _ops.stash_host(engine.handle, [tensor])
-        return HostTensor(record, tensor, list(range(tensor.dim())), traffic, on_host)
+        order = list(range(tensor.dim()))
+        with uninterrupted():  # or Ctrl-C could lose the handle between these two
+            return HostTensor(_ops.stash_host(engine.handle, [tensor]), tensor, order, traffic, on_host)
 
     # -- reading -------------------------------------------------------------------------------------------------
     def wait(self, worker_check: Any = None) -> None:
@@ -126,7 +129,8 @@ class Fetch:
 
     def __del__(self) -> None:
         if self.ticket:
-            _ops.drop_quietly(_ops.fetch_cancel, self.ticket)
+            with uninterrupted(resend=True):
+                _ops.drop_quietly(_ops.fetch_cancel, self.ticket)
 
 
 def _inverse(order: list[int]) -> list[int]:

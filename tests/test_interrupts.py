@@ -123,15 +123,16 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
     while time.monotonic() < deadline:
         sender = interrupt_after(generator.random() * 0.12)
         try:
+            began = time.monotonic()
             try:
-                while True:
+                while time.monotonic() - began < 2.0:
                     run(wrapped, 1)
                     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=generator.random() < 0.5)
             finally:
                 sender.join()
         except KeyboardInterrupt:
             struck += 1
-    assert struck >= 10
+    assert struck >= 5
     wrapped.synchronize()
     wrapped.zero_grad()
     with torch.no_grad():
@@ -146,8 +147,8 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
     engines.current().wait_idle()
     after = _ops.engine_live(engines.current().handle)
     assert after[3] == 0
-    # Between the return of an operator and the assignment of its handle a record of an input may be lost: few at most.
-    assert after[4] - before[4] <= 3, (before, after)
+    # Python drops an interrupt that strikes at the entry of __del__, and a record with it: one at most in such a test.
+    assert after[4] - before[4] <= 1, (before, after)
 
 
 def test_uninterrupted_blocks_hold_ctrl_c_back() -> None:
@@ -185,7 +186,7 @@ def test_watchdog_names_the_stuck_layer_and_the_counters(kind: str, monkeypatch:
         run(wrapped, 1)
         wrapped.synchronize()
     assert time.monotonic() - began < 1.8
-    stuck = "forward stage 1, layers 1..2" if kind == "forward" else "backward stage 1, layers 1..2"
+    stuck = "forward stage 1, layers 1-2" if kind == "forward" else "backward stage 1, layers 1-2"
     line = next(line for line in caught.value.counters.splitlines() if stuck in line)
     assert "on host:" in line and "microbatch 1" in line, caught.value.counters
     assert "completed" in caught.value.counters and "ROUNDPIPE_STALL_SECONDS" in str(caught.value)
