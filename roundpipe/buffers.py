@@ -71,6 +71,9 @@ class _Slot:
     version: int
     written: bool = False  # by a kernel that counts no version
 
+    def home_buffer(self) -> torch.Tensor | None:
+        return self.module._buffers.get(self.name)
+
     def intact(self) -> bool:
         return (
             not self.written
@@ -91,13 +94,13 @@ class LayerBuffers:
             assert buffer is not None
             source = host.of(buffer)
             slot = _Slot(module, twin, name, source, source, buffer, -1)
-            cached = worker.buffers.get(id(buffer))
+            cached = replica.loaded_buffers.get(id(buffer))
             if cached is not None and cached[0] is source and cached[1]._version == cached[2]:
                 self._put(slot, source, cached[1])
             else:
                 self._load(slot, source)
-                worker.buffers[id(buffer)] = (source, slot.tensor, slot.version)
             self._slots.append(slot)
+        replica.loaded_buffers = {id(s.home_buffer()): (s.source, s.tensor, s.version) for s in self._slots}
         replica.alias_buffers()
 
     def __bool__(self) -> bool:
@@ -126,9 +129,8 @@ class LayerBuffers:
             self._forget_copy(slot)
 
     def _forget_copy(self, slot: _Slot) -> None:
-        for key, entry in list(self._worker.buffers.items()):
-            if entry[1] is slot.tensor:
-                del self._worker.buffers[key]
+        loaded = self._replica.loaded_buffers
+        self._replica.loaded_buffers = {key: entry for key, entry in loaded.items() if entry[1] is not slot.tensor}
 
     def snapshot(self) -> list[HostTensor]:
         """Where the values lie from which the coming forward starts. Changed ones are copied down before it writes."""
@@ -172,8 +174,7 @@ class LayerBuffers:
                 continue
             source = slot.source if slot.intact() else HostTensor.stash(self._worker, present, Traffic.BUFFERS)
             updates.append(BufferUpdate(slot.module, slot.name, source))
-            if buffer is not None:
-                self._worker.buffers.pop(id(buffer), None)
+            self._replica.loaded_buffers.pop(id(buffer), None)
 
 
 @dataclass

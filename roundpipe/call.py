@@ -251,9 +251,10 @@ class Call:
 
     def wait_predecessor(self) -> None:
         """Before gradients go down: the call before must have kept its own, or its sum could not be restored."""
-        if self.predecessor is not None:
-            self.predecessor.wait_jobs(self.check)
-            if self.predecessor.error is not None:
+        predecessor = self.predecessor  # another worker may be here too
+        if predecessor is not None:
+            predecessor.wait_jobs(self.check)
+            if predecessor.error is not None:
                 raise CallAborted
             self.predecessor = None
 
@@ -281,6 +282,13 @@ class Call:
         with self._mutex:
             if self.error is None:
                 self.error = located
+            self._changed.notify_all()
+
+    def lost(self, error: RoundPipeError, device: str | None = None, stage: int | None = None) -> None:
+        """Something that this call computed did not arrive on the host."""
+        located = errors.locate(error, device=device, phase="download", stage=stage)
+        with self._mutex:
+            self.error = self.error or located
             self._changed.notify_all()
 
     def abandon(self, error: BaseException) -> None:
@@ -355,8 +363,7 @@ class Call:
                 try:
                     _ops.wait(_ops.job_wait_gradients, job.handle, check=watchdog)
                 except RoundPipeError as error:
-                    with self._mutex:
-                        self.error = self.error or error
+                    self.lost(error, device=job.device, stage=job.position)
         with uninterrupted():
             self.settled = True
             if self._finalizer is not None:

@@ -45,7 +45,6 @@ class Worker:
         self.anchor = torch.zeros((), device=device, requires_grad=True)  # makes stage entries part of a graph
         self.stream = None if self.simulated else torch.cuda.Stream(device)
         self._replicas: dict[int, tuple[weakref.ref[nn.Module], LayerReplica]] = {}
-        self.buffers: dict[int, Any] = {}
         self.region = torch.empty(0, dtype=torch.uint8, device=device)
         self.check: Callable[[], None] | None = None  # asked between slices of a wait; raises to end it
         self._views: dict[Any, list[torch.Tensor]] = {}
@@ -107,10 +106,25 @@ class Worker:
         return replica
 
     def forget(self, layers: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        """Drops the skeletons of a model that is gone, after the jobs that still use them."""
+        self.submit(_Forget(layers, parameters))
+
+    def forget_now(self, layers: list[nn.Module], parameters: list[nn.Parameter]) -> None:
         for layer in layers:
             self._replicas.pop(id(layer), None)
         self.parameters.forget(parameters)
         self._views.clear()
+
+
+class _Forget:
+    """Runs behind the jobs that were queued before it."""
+
+    def __init__(self, layers: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        self.layers = layers
+        self.parameters = parameters
+
+    def run(self, worker: Worker) -> None:
+        worker.forget_now(self.layers, self.parameters)
 
 
 class Engine:
@@ -240,6 +254,14 @@ _engine: Engine | None = None
 _engine_lock = threading.Lock()  # covers making and replacing the one engine
 _forked = False  # this process is a fork of one whose engine was open
 at_engine_exit: list[Callable[[float], None]] = []  # called with a deadline when the interpreter exits, before closing
+
+
+def forget_model(layers: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+    """Called when a wrapper has gone, on whatever thread that happened; takes no lock."""
+    engine = _engine
+    if engine is not None and not engine.closed and not _forked:
+        for worker in engine.workers:
+            worker.forget(layers, parameters)
 
 
 def check_process() -> None:

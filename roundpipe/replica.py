@@ -63,6 +63,8 @@ class LayerReplica:
         self._parameters = parameters
         self._nodes: list[tuple[nn.Module, nn.Module]] = []
         self._given: list[dict[str, Any]] = []
+        # By id of the host's buffer: (its value on the host, the device's copy, version of the copy when loaded).
+        self.loaded_buffers: dict[int, tuple[Any, torch.Tensor, int]] = {}
         self.root = self._build()
 
     # -- structure -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from .batch import merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor, host_boundary
 from .call import Call
 from .engine import Engine
+from .errors import RoundPipeError
 from .interrupts import uninterrupted
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
@@ -31,11 +32,11 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
             end = len(state.layers)
             call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
             _raise_if_failed(state, call)
-            outputs = [_host_tree(call.boundary(m, end, block=True), call) for m in range(call.num_microbatch)]
+            outputs = [_host_tree(state, call, call.boundary(m, end, block=True)) for m in range(call.num_microbatch)]
             call.wait_jobs()
             _raise_if_failed(state, call)
             merged = merge_outputs(outputs, config.merge_output)
-            _apply_buffers(call)
+            _apply_buffers(state, call)
             return merged
 
 
@@ -67,17 +68,19 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
     count = call.num_microbatch
     call.wait_for(lambda: len(call.losses) == count and call.forward_done(), "the losses")
     _raise_if_failed(state, call)
-    total = _sum_losses(call)
+    total = _sum_losses(state, call)
     outputs = None
     if return_outputs:
-        outputs = merge_outputs([_host_tree(call.outputs.pop(m), call) for m in range(count)], config.merge_output)
+        outputs = merge_outputs(
+            [_host_tree(state, call, call.outputs.pop(m)) for m in range(count)], config.merge_output
+        )
     # A layer that drew will draw again in its recompute, from a generator that the caller uses too.
     if call.drew:
         call.wait_jobs()
         _raise_if_failed(state, call)
     if call.wants_input_grads:
         _deliver_input_grads(state, call, pieces)
-    _apply_buffers(call)
+    _apply_buffers(state, call)
     return (total, outputs) if return_outputs else total
 
 
@@ -139,14 +142,23 @@ def _raise_if_failed(state: TrainingState, call: Call) -> None:
         state.raise_failures()
 
 
-def _sum_losses(call: Call) -> Any:
+def _received(state: TrainingState, call: Call, value: HostTensor) -> torch.Tensor:
+    """The tensor, over memory that is the record's own, once it has arrived."""
+    try:
+        value.wait()
+    except RoundPipeError as error:
+        call.lost(error)
+        state.raise_failures()
+    return value.host()
+
+
+def _sum_losses(state: TrainingState, call: Call) -> Any:
     sums: list[torch.Tensor] = []
     several = False
     for m in range(call.num_microbatch):
         losses, several = call.losses[m]
         for i, loss in enumerate(losses):
-            loss.wait()
-            value = loss.host().clone()
+            value = _received(state, call, loss).clone()
             if m == 0:
                 sums.append(value)
             else:
@@ -155,22 +167,21 @@ def _sum_losses(call: Call) -> Any:
     return sums if several else sums[0]
 
 
-def _host_tree(boundary: Boundary | None, call: Call) -> Any:
+def _host_tree(state: TrainingState, call: Call, boundary: Boundary | None) -> Any:
     assert boundary is not None
     leaves = []
     for leaf in boundary.leaves:
         if isinstance(leaf, HostTensor):
-            leaf.wait()
-            leaves.append(leaf.host())
+            leaves.append(_received(state, call, leaf))
         else:
             leaves.append(leaf)
     return pytree.tree_unflatten(leaves, boundary.spec)
 
 
-def _apply_buffers(call: Call) -> None:
+def _apply_buffers(state: TrainingState, call: Call) -> None:
     updates, call.buffer_updates = call.buffer_updates, []
     for update in updates:
-        update.value.wait()
+        _received(state, call, update.value)
     with uninterrupted():
         for update in updates:
             call.buffer_undos.append(update.apply())
@@ -186,8 +197,7 @@ def _deliver_input_grads(state: TrainingState, call: Call, pieces: Any) -> None:
         wanted = {id(t): t for t in pytree.tree_leaves(piece) if isinstance(t, torch.Tensor) and t.requires_grad}
         for tensor, grad in zip(wanted.values(), found or [None] * len(wanted), strict=True):
             if grad is not None:
-                grad.wait()
                 tensors.append(tensor)
-                grads.append(grad.host().clone().to(tensor.device))
+                grads.append(_received(state, call, grad).clone().to(tensor.device))
     if tensors:
         torch.autograd.backward(tensors, grads)

@@ -81,6 +81,7 @@ class StageJob:
         self._hook_failure: BaseException | None = None
         self.place = Place(phase.value)
         self._state = "queued"  # for the watchdog's dump
+        self.device: str | None = None
 
     @property
     def job_bytes(self) -> int:
@@ -88,6 +89,7 @@ class StageJob:
 
     def open(self, worker: Worker) -> None:
         """Takes the tickets and queues the uploads; program order (caller's thread)."""
+        self.device = worker.name
         empty = torch.empty(0, dtype=torch.uint8)
         loads, stores = [], []
         for unit in self.units:

@@ -52,7 +52,7 @@ class TrainingState:
         self._plans: dict[Any, ModelExecutePlan] = {}
         self.attach(engine)
         self._note_versions()
-        weakref.finalize(self, _close_units, self.units).atexit = False
+        weakref.finalize(self, _let_go, layers, self.units).atexit = False
 
     # -- engine --------------------------------------------------------------------------------------------------
     def attach(self, engine: Engine) -> None:
@@ -326,6 +326,7 @@ class TrainingState:
         return len(memory), min((m for m in memory if m is not None), default=None)
 
 
-def _close_units(units: list[Unit]) -> None:
+def _let_go(layers: list[nn.Module], units: list[Unit]) -> None:
+    engines.forget_model(layers, [parameter for unit in units for parameter in unit.parameters])
     for unit in units:
         _ops.drop_quietly(unit.close)
