@@ -45,8 +45,9 @@ def build_model(size: Size, tokenizer) -> transformers.PreTrainedModel:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = transformers.Qwen3ForCausalLM(config)
-    return model.to(torch.bfloat16) if _on_gpu() else model
+    # Not `.to(torch.bfloat16)`, which would also round the rotary frequencies that loading a checkpoint keeps exact.
+    dtype = torch.bfloat16 if _on_gpu() else torch.float32
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _on_gpu() -> bool:
