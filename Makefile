@@ -51,6 +51,7 @@ format: $(VENV)/.built
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 wheel: $(VENV)/.torch
+	rm -rf build/lib.* build/bdist.*
 	MAX_JOBS=$(JOBS) $(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
 
 clean:
