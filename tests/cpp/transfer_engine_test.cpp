@@ -192,6 +192,20 @@ TEST_F(TransferEngineTest, NoPokeIsLost) {
   }
 }
 
+TEST_F(TransferEngineTest, APokeDuringTheQuestionIsNotLost) {
+  open();
+  auto source = pattern(8, 5);
+  std::vector<unsigned char> target(8);
+  TransferRequest request = upload(target.data(), source.data(), 8);
+  int asked = 0;
+  request.ready = [&] {
+    if (asked++ > 0) return Readiness::kReady;
+    engine->poke();  // what it waits for comes after it has looked and before it has answered; nobody pokes again
+    return Readiness::kNotYet;
+  };
+  EXPECT_TRUE(engine->submit(std::move(request))->wait_complete(milliseconds(5'000)));
+}
+
 TEST_F(TransferEngineTest, BackPressureBlocksUntilBytesAreGone) {
   open();
   auto source = pattern(100, 6);
