@@ -291,13 +291,14 @@ class Call:
             self.error = self.error or located
             self._changed.notify_all()
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException, told: bool = True) -> None:
         """The caller leaves the call with ``error`` (Ctrl-C, a failure of his own functions): its jobs stop at their
-        next safe point, its gradients and buffers are dropped, and nobody needs to be told any more.
+        next safe point, its gradients and buffers are dropped, and nobody needs to be told any more, unless ``told`` is
+        False.
         """
         with self._mutex:
             if self.error is None:
-                self.error, self.told = error, True
+                self.error, self.told = error, told
             self._changed.notify_all()
 
     def job_finished(self, job: StageJob) -> None:

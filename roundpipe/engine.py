@@ -200,7 +200,7 @@ class Engine:
         deadline = time.monotonic() + _PATIENCE_S if deadline is None else deadline
         for call in list(self.calls_in_flight):
             if not call.finished:
-                call.abandon(RoundPipeError("the engine was closed while this call was in flight"))
+                call.abandon(RoundPipeError("the engine was closed while this call was in flight"), told=False)
         for worker in self.workers:
             worker.stop()
         for worker in self.workers:
