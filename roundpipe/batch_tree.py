@@ -72,11 +72,13 @@ def _level(tree: Any) -> _Level | None:
     """The direct children of ``tree``, or None for a leaf."""
     if is_block_mask(tree):
         return None
-    children, node = pytree.tree_flatten(tree, is_leaf=lambda inner: inner is not tree)
+    # By identity number: pytree's functions keep `is_leaf` in a reference cycle, and with it whatever it captured.
+    itself = id(tree)
+    children, node = pytree.tree_flatten(tree, is_leaf=lambda inner: id(inner) != itself)
     if node.is_leaf():
         return None
     try:
-        pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda inner: inner is not tree)
+        pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda inner: id(inner) != itself)
     except ValueError:  # a type registered without key paths
         return _Level(children, [f"[{i}]" for i in range(len(children))], None, node)
     keys = [path[0] for path, _ in pairs]

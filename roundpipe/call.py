@@ -100,6 +100,8 @@ class Call:
         self.error: BaseException | None = None
         self.told = False  # whether the caller has seen the failure
         self.jobs: list[StageJob] = []
+        # Backward stages, with their positions in the plan, that wait for the caller's loss.backward().
+        self._later: list[tuple[range, int]] = []
         self._open_jobs = 0
         self._open_forward = 0
         self.settled = False
@@ -109,32 +111,51 @@ class Call:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     # -- dispatch (caller's thread) ------------------------------------------------------------------------------
-    def dispatch(self, plan: ModelExecutePlan) -> None:
-        """Deals the jobs out to the devices, in program order, and starts their uploads."""
-        jobs = self._make_jobs(plan)
+    def dispatch(self, plan: ModelExecutePlan, run_type: str) -> None:
+        """Deals the jobs out to the devices, in program order, and starts their uploads.
+
+        ``run_type``: "infer" or "train" (the forward stages only), or "fused" (everything).
+        """
+        jobs = [StageJob(self, Phase.FORWARD, stage, i) for i, stage in enumerate(plan.fwd_plan)]
+        if self.keeps_graph:
+            lowest = self._lowest_needed()
+            stages = [s for s in plan.bwd_plan if s.stop > lowest] or plan.bwd_plan[:1]
+            recomputed = stages[1:] if run_type == "fused" else stages
+            if self.grain == "layer":
+                kept = {stages[0].stop - 1} if run_type == "fused" else set()
+                self.saved_layers = frozenset(x for s in stages for x in s) - kept
+            else:
+                self.saved_layers = frozenset(s.start for s in recomputed)
+            if run_type == "fused":
+                jobs.append(StageJob(self, Phase.FUSED, stages[0], 0))
+            backward = [(s, plan.bwd_plan.index(s)) for s in recomputed]
+            if run_type == "fused":
+                jobs += [StageJob(self, Phase.BACKWARD, *where) for where in backward]
+            else:
+                self._later = backward
+        self._deal(jobs)
+
+    def dispatch_backward(
+        self, window: Window, predecessor: Call | None, grads: list[list[HostTensor | None] | None]
+    ) -> None:
+        """Deals out the backward stages of a "train" call. ``grads``: for each microbatch those of the outputs."""
+        jobs = [StageJob(self, Phase.BACKWARD, *where) for where in self._later]
+        self._later = []
+        self.window, self.predecessor = window, predecessor
+        for microbatch, found in enumerate(grads):
+            self.put_gradient(microbatch, len(self.layers), found)
+        self.settled = False
+        self._deal(jobs)
+
+    @property
+    def awaits_backward(self) -> bool:
+        return bool(self._later)
+
+    def _deal(self, jobs: list[StageJob]) -> None:
         with self.engine.dispatch_lock:
             self._reserve(jobs)
             with uninterrupted():
                 self._open(jobs)
-
-    def _make_jobs(self, plan: ModelExecutePlan) -> list[StageJob]:
-        jobs = [StageJob(self, Phase.FORWARD, stage, i) for i, stage in enumerate(plan.fwd_plan)]
-        if self.keeps_graph:
-            lowest = self._lowest_needed()
-            backward = [s for s in plan.bwd_plan if s.stop > lowest]
-            if not backward:
-                backward = plan.bwd_plan[:1]
-            jobs += [
-                StageJob(self, Phase.FUSED if i == 0 else Phase.BACKWARD, stage, i) for i, stage in enumerate(backward)
-            ]
-            if self.grain == "layer":
-                fused = backward[0]
-                self.saved_layers = frozenset(x for s in backward for x in s) - {fused.stop - 1}
-                if len(fused) == 1:
-                    self.saved_layers -= {fused.start}
-            else:
-                self.saved_layers = frozenset(s.start for s in backward[1:])
-        return jobs
 
     def _open(self, jobs: list[StageJob]) -> None:
         self.jobs = jobs
@@ -207,6 +228,10 @@ class Call:
     def has_boundary(self, microbatch: int, layer: int) -> bool:
         """Call with ``_changed`` held, as ``wait_for``'s condition is."""
         return (microbatch, layer) in self._boundaries
+
+    def take_boundary(self, microbatch: int, layer: int) -> Boundary:
+        with self._mutex:
+            return self._boundaries.pop((microbatch, layer))
 
     def forward_done(self) -> bool:
         """Whether every forward and the fused job have ended, so that outputs and buffers are complete."""
@@ -305,7 +330,8 @@ class Call:
         with self._mutex:
             self._open_jobs -= 1
             self._open_forward -= job.phase is not Phase.BACKWARD
-            if self._open_jobs == 0 and (self.keeps_graph or self.error is not None):
+            over = self.keeps_graph and not self._later
+            if self._open_jobs == 0 and (over or self.error is not None):
                 self._boundaries.clear()
                 self._recompute_data.clear()
                 self.buffer_sources.clear()
@@ -367,6 +393,7 @@ class Call:
                     self.lost(error, device=job.device, stage=job.position)
         with uninterrupted():
             self.settled = True
+            self.jobs = []  # they refer to the call: what it holds must go with its last user, not with the collector
             if self._finalizer is not None:
                 self._finalizer()
 

@@ -37,8 +37,15 @@ class EntryGrads:
     """Receives the gradients that autograd delivers at a stage's input."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
+        self._tensors = tensors
         self.grads: tuple[torch.Tensor | None, ...] = (None,) * len(tensors)
+
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, once. Kept, they and their graph, which holds this object, would live until the collector runs:
+        device memory that nobody uses.
+        """
+        tensors, self._tensors = self._tensors, []
+        return tuple(tensors)
 
 
 class _Entry(torch.autograd.Function):
@@ -52,7 +59,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, entry: EntryGrads) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        return tuple(entry.tensors)
+        return entry.take()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:  # type: ignore[override]

@@ -81,13 +81,18 @@ class RoundPipe(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
-        """The model's output for a batch, merged from its microbatches, on the CPU.
+        """The model's output for a batch, merged from its microbatches, on the configured device (default: the CPU).
 
-        Under ``torch.no_grad()`` it uses the newest weights that are complete; call ``synchronize()`` first to have
-        those of a step that still runs. Returns when the outputs are on the host.
+        With gradients enabled the output takes part in autograd: ``backward`` on what is computed from it runs the
+        backward stages, adds to the gradients that the next ``step`` takes, and gives gradients to the inputs that
+        require them. Under ``torch.no_grad()`` it uses the newest weights that are complete; call ``synchronize()``
+        first to have those of a step that still runs. Returns when the outputs are on the host.
         """
         with self._entered():
-            return runs.infer(self._state, self._resolve(roundpipe_run_config), args, kwargs)
+            config = self._resolve(roundpipe_run_config)
+            if config.requires_grad:
+                return runs.forward(self._state, self._entered, config, args, kwargs)
+            return runs.infer(self._state, config, args, kwargs)
 
     def forward_backward(
         self,

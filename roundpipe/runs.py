@@ -1,4 +1,4 @@
-"""The two kinds of call, from arguments to results: inference, and forward with backward at once."""
+"""The kinds of call, from arguments to results: inference, forward for a later backward, and both at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .autograd_outputs import LaterBackward
 from .batch import merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor, host_boundary
 from .call import Call
@@ -37,7 +38,41 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
             _raise_if_failed(state, call)
             merged = merge_outputs(outputs, config.merge_output)
             _apply_buffers(state, call)
-            return merged
+            return _placed(merged, config)
+
+
+def forward(
+    state: TrainingState,
+    entered: Callable[[], contextlib.AbstractContextManager[object]],
+    config: ResolvedConfig,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Forward whose outputs take part in autograd: ``backward`` on them runs the backward stages."""
+    engine = state.prepare()
+    pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
+    inputs = [host_boundary(engine, piece) for piece in pieces]
+    call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=True, keeps_outputs=True)
+    call.window = None  # joined at the time of the backward
+    with _abandoned_on_error(call):
+        _dispatch(state, call, config, "train")
+        end = len(state.layers)
+        call.wait_for(lambda: call.forward_done() and call.has_boundary(call.num_microbatch - 1, end), "the outputs")
+        call.wait_jobs()
+        _raise_if_failed(state, call)
+        boundaries = [call.take_boundary(m, end) for m in range(call.num_microbatch)]
+        values = [[_received(state, call, x) if isinstance(x, HostTensor) else x for x in b.leaves] for b in boundaries]
+        _apply_buffers(state, call)
+    outputs = LaterBackward(state, entered, call, list(pieces), boundaries).attach(values)
+    trees = [pytree.tree_unflatten(leaves, b.spec) for leaves, b in zip(outputs, boundaries, strict=True)]
+    return _placed(merge_outputs(trees, config.merge_output), config)
+
+
+def _placed(tree: Any, config: ResolvedConfig) -> Any:
+    """Merged outputs on the device that the configuration names."""
+    if config.output_device.type == "cpu":
+        return tree
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(config.output_device), tree)
 
 
 def train(
@@ -74,6 +109,7 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
         outputs = merge_outputs(
             [_host_tree(state, call, call.outputs.pop(m)) for m in range(count)], config.merge_output
         )
+        outputs = _placed(outputs, config)
     # A layer that drew will draw again in its recompute, from a generator that the caller uses too.
     if call.drew:
         call.wait_jobs()
@@ -134,7 +170,7 @@ def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type
     state.began(call)
     if call.window is not None:
         call.window.calls.append(call)
-    call.dispatch(plan)
+    call.dispatch(plan, run_type)
 
 
 def _raise_if_failed(state: TrainingState, call: Call) -> None:
@@ -193,11 +229,29 @@ def _deliver_input_grads(state: TrainingState, call: Call, pieces: Any) -> None:
     _raise_if_failed(state, call)
     tensors, grads = [], []
     for m, piece in enumerate(pieces):
-        _, found = call.gradient(m, 0, block=True)
-        wanted = {id(t): t for t in pytree.tree_leaves(piece) if isinstance(t, torch.Tensor) and t.requires_grad}
-        for tensor, grad in zip(wanted.values(), found or [None] * len(wanted), strict=True):
+        wanted = wanted_inputs(piece)
+        for tensor, grad in zip(wanted, input_grads(state, call, m, wanted), strict=True):
             if grad is not None:
                 tensors.append(tensor)
-                grads.append(_received(state, call, grad).clone().to(tensor.device))
+                grads.append(grad)
     if tensors:
         torch.autograd.backward(tensors, grads)
+
+
+def wanted_inputs(piece: Any) -> list[torch.Tensor]:
+    """The tensors of a microbatch's arguments that require grad, each once."""
+    found = {id(t): t for t in pytree.tree_leaves(piece) if isinstance(t, torch.Tensor) and t.requires_grad}
+    return list(found.values())
+
+
+def input_grads(
+    state: TrainingState, call: Call, microbatch: int, wanted: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradients of ``wanted_inputs``, each on its tensor's device; all jobs have ended."""
+    _, found = call.gradient(microbatch, 0, block=True)
+    if found is None:
+        return [None] * len(wanted)
+    return [
+        None if grad is None else _received(state, call, grad).clone().to(tensor.device)
+        for tensor, grad in zip(wanted, found, strict=True)
+    ]

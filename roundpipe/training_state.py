@@ -47,6 +47,7 @@ class TrainingState:
         self._calls: list[Call] = []  # not known to have ended well
         self._tasks: list[StepTask] = []
         self._unpublished = False
+        self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
         self._versions: dict[int, int] = {}
         self._plans: dict[Any, ModelExecutePlan] = {}
@@ -115,6 +116,7 @@ class TrainingState:
         if not edited and not force:
             return
         self.drain()
+        self.generation += 1
         for unit in self.units:
             unit.ensure_packed()
         self.optimizer.refresh([p for u in self.units for p in u.parameters] if force else edited)
@@ -194,6 +196,7 @@ class TrainingState:
     def _dispatch(
         self, window: Window | None, function: Callable[[], Any] | None, *, publish_first: bool, publish_last: bool
     ) -> None:
+        self.generation += publish_first or publish_last
         task = StepTask(
             self._engine(),
             self.optimizer,
@@ -235,6 +238,7 @@ class TrainingState:
         if self._grads_shown:
             self._adopt_shown_gradients()
         self.show_gradients()
+        self._forget_ended()
         self._engine().raise_reports()
 
     def unsettled_training_call(self) -> Call | None:

@@ -1,0 +1,71 @@
+"""Memory goes with its last user and does not wait for Python's cycle collector."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
+from roundpipe import engine as engines
+
+from .plans import one_layer_stages
+
+
+class Watches(nn.Module):
+    """Notes every tensor that passes, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.seen += [weakref.ref(x), weakref.ref(y)]
+        return y
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("kind", ["forward_backward", "forward", "no_grad", "dropped"])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_nothing_waits_for_the_collector(kind: str, grain: str) -> None:
+    roundpipe.use_devices("host:2")
+    model = nn.Sequential(Watches(), Watches(), Watches())
+    wrapped = RoundPipe(model)
+    handle = engines.current().handle
+    before = _ops.engine_live(handle)
+    plan = one_layer_stages(3)
+    config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain, execute_plan=plan)
+    if kind == "forward_backward":
+        wrapped.forward_backward((torch.randn(4, 4),), loss_fn=lambda out, _: out.sum(), run_config=config)
+    else:
+        plan.fwd_plan = [range(i, i + 1) for i in range(3)]
+        with torch.set_grad_enabled(kind != "no_grad"):
+            out = wrapped(torch.randn(4, 4), roundpipe_run_config=config)
+        if kind == "forward":
+            out.sum().backward()
+        del out
+    wrapped.synchronize()
+    deadline = time.monotonic() + 5  # a worker lets go of its last job a moment after everybody was told of its end
+    while _ops.engine_live(handle)[0] > before[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _ops.engine_live(handle)[0] == before[0], "records are left"
+    assert _ops.engine_live(handle)[4] <= before[4], "handles are left"
+    for layer in model:
+        assert layer.seen and not [tensor for ref in layer.seen if (tensor := ref()) is not None]
