@@ -288,3 +288,30 @@ def test_step_function_that_raises(is_async: bool) -> None:
     plain_optimizer.step()
     wrapped.synchronize()
     oracle.assert_same_state(wrapped.model, plain)
+
+
+def test_sum_of_a_window_survives_though_the_next_window_has_begun() -> None:
+    """Calls 1 and 2, a step that is dispatched, call 3 of the next window; then 2 fails at its very end.
+
+    The step did not run, and what call 1 had accumulated is still whole, though call 3 was on its way to reuse its
+    memory.
+    """
+    wrapped, plain = make(2)
+    for layer in wrapped.model:
+        layer.drop.p = 0.0
+    for layer in plain:
+        layer.drop.p = 0.0
+    with OptimizerCtx():
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    run(wrapped, 1)
+    run_plain(plain, 1)
+    trap_of(wrapped, 0).arm("backward", MICROBATCHES - 1, Boom("late"), sleep_s=0.8)
+    run(wrapped, 2)
+    wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    with pytest.raises(StageError) as caught:
+        run(wrapped, 3)
+        wrapped.synchronize()
+    assert isinstance(caught.value.__cause__, Boom)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
+    oracle.assert_same_state(wrapped.model, plain, 0.0)
