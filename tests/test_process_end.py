@@ -157,8 +157,8 @@ def in_child(function):
         try:
             function()
         except roundpipe.errors.RoundPipeError as error:
-            sys.exit(7 if "forked child" in str(error) else 8)
-        sys.exit(9)
+            os._exit(7 if "forked child" in str(error) else 8)
+        os._exit(9)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 for function in (
