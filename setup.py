@@ -38,7 +38,11 @@ CORE = """
     host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
     slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
 """
-CPU, CUDA = "convert convert_avx2 convert_avx512 convert_portable", "cuda_backend cuda_context driver_api"
+CPU = """
+    adam convert convert_avx2 convert_avx512 convert_portable lion sgd update_avx2 update_avx512
+    update_kernels update_portable
+"""
+CUDA = "cuda_backend cuda_context driver_api"
 ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": CUDA}
 SOURCES = [f"csrc/{room}/{name}.cpp" for room, names in ROOMS.items() for name in names.split()]
 KERNELS = ["csrc/cuda/gradient_stats.cu"]

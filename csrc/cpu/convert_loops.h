@@ -1,34 +1,18 @@
-// The loops of convert.h over one vector type. Included once by each translation unit that defines RP_TARGET, the
-// attribute that lets its functions use the instructions, so that no build system needs flags for single files. All is
-// in an unnamed namespace: the linker must never merge code of two instruction sets.
-//
-// An Isa has `Vec`, sixteen floats, and static load<DType>, store<DType>, stream<DType> (a store past the caches, to a
-// multiple of the vector's own size), add and fence.
+// The loops of convert.h over one instruction set (vector.h), included once by each translation unit of convert.
 #pragma once
 
 #include <array>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
 
-#include "cpu/convert.h"
-
-#ifndef RP_TARGET
-#error "define RP_TARGET before this header"
-#endif
-#define RP_INLINE __attribute__((always_inline)) inline RP_TARGET
+#include "cpu/vector.h"
 
 namespace roundpipe::cpu {
 namespace {
 
-constexpr std::size_t kLanes = 16;
 constexpr std::size_t kStreamAlignment = 64;
 // Results of at least this many bytes go past the caches: nobody reads them soon, and a cached store would first fetch
 // the line that it overwrites. On a server of 2023 with AVX-512 that is 1.15 times (bfloat16 from float32) to 1.6 times
 // (float32 from bfloat16) as fast, on one core and on twelve.
 constexpr std::size_t kStreamBytes = std::size_t{1} << 20;
-
-constexpr std::size_t width(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // Fewer elements than a vector go through a padded copy, so that they are rounded by the same instructions.
 template <class Isa, DType D, DType S, bool kAdd>
