@@ -13,6 +13,7 @@ from torch import nn
 
 from . import engine as engines
 from . import runs
+from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .optimizer_context import in_optimizer_context
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
@@ -180,7 +181,7 @@ class RoundPipe(nn.Module):
         named = self._naming_model().named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
         for name, host in named:
             parameter = self._state.optimizer.get(host)
-            if parameter is not None:
+            if parameter is not None and host.requires_grad:
                 yield name, parameter
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
@@ -236,16 +237,18 @@ class RoundPipe(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads weights by their original names, with or without the wrapper's ``model.`` prefix; waits first.
 
-        Optimizer parameters take the loaded values too.
+        Optimizer parameters take the loaded values too. Parameters stay the same objects, in pinned memory, whatever
+        ``assign`` says.
         """
+        del assign
         self.synchronize()
         target = self._naming_model()
         own = target.state_dict().keys()
         if not own & state_dict.keys() and any(key.startswith("model.") for key in state_dict):
             state_dict = {key.removeprefix("model."): value for key, value in state_dict.items()}
-        result = target.load_state_dict(state_dict, strict=strict, assign=assign)
+        result = target.load_state_dict(state_dict, strict=strict)
         with self._entered():
-            self._state.adopt_edits(force=True)
+            self._state.adopt_edits(look_closely=True)
         return result
 
     def train(self, mode: bool = True) -> RoundPipe:
@@ -265,10 +268,26 @@ class RoundPipe(nn.Module):
                 f"a RoundPipe model cannot be moved to {probe.device}: its weights live in host memory and visit the "
                 "devices only while they compute. Leave .to(device)/.cuda() out; inputs may be on any device."
             )
-        raise ConfigError(
-            "the dtype of a wrapped model cannot be changed; convert the model before wrapping it "
-            "(RoundPipe(model.bfloat16()))."
-        )
+        with self._entered():
+            dtypes = {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers())}
+            if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes):
+                return self
+            if self._state.in_use:
+                raise ConfigError(
+                    "the dtype of a model cannot be changed any more: it has gradients or optimizer parameters of the old "
+                    "one. Convert it before the first call and before building the optimizer (RoundPipe(model.bfloat16()))."
+                )
+            self._naming_model()._apply(fn, recurse)
+            self.model._apply(fn, recurse)
+            self.__dict__["_state"] = TrainingState(self.layers, self._state.optimizer.dtype, engines.current())
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoundPipe:
+        made = memo[id(self)] = rebuild(contents(self, memo))
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (contents(self),)
 
     # -- attributes ----------------------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:

@@ -50,7 +50,7 @@ class OptimizerParameters:
 
     def __init__(self, units: list[Unit], dtype: torch.dtype | None) -> None:
         self._units = units
-        self._dtype = dtype
+        self.dtype = dtype
         self._made: dict[int, OptimizerParameter] = {}
 
     def __bool__(self) -> bool:
@@ -63,7 +63,7 @@ class OptimizerParameters:
                 host, layout = unit.parameters[index], unit.layouts[index]
                 if id(host) in self._made:
                     continue
-                dtype = self._dtype if self._dtype is not None and host.is_floating_point() else host.dtype
+                dtype = self.dtype if self.dtype is not None and host.is_floating_point() else host.dtype
                 flat = _ops.host_empty([host.numel()], dtype)
                 flat.copy_(_flat(unit.image, layout))
                 parameter = nn.Parameter(flat.as_strided(layout.size, layout.stride))
@@ -73,6 +73,11 @@ class OptimizerParameters:
     def get(self, host: nn.Parameter) -> nn.Parameter | None:
         entry = self._made.get(id(host))
         return None if entry is None else entry.parameter
+
+    def differs(self, host: nn.Parameter) -> bool:
+        """Whether the host weight is another value than what was published from the optimizer's copy."""
+        entry = self._made.get(id(host))
+        return entry is None or not torch.equal(host, entry.parameter.to(host.dtype))
 
     def refresh(self, hosts: list[nn.Parameter]) -> None:
         """Takes over host weights that the user edited."""

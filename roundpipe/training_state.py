@@ -22,6 +22,7 @@ from .optimizer_params import OptimizerParameters
 from .optimizer_thread import StepTask
 from .optimizer_thread import thread as optimizer_thread
 from .plan import LayerCost, ModelExecutePlan
+from .structure import Structure
 from .units import Unit, build_units
 from .window import Window
 
@@ -38,6 +39,7 @@ class TrainingState:
     def __init__(self, layers: list[nn.Module], optim_dtype: torch.dtype | None, engine: Engine) -> None:
         self.layers = layers
         self.units, self.units_of = build_units(layers)
+        self.structure = Structure(layers)
         self.host_buffers = HostBuffers(layers)
         self.facts = [LayerFacts() for _ in layers]
         self.loss_facts = LayerFacts()
@@ -85,15 +87,35 @@ class TrainingState:
 
     def _relayout(self) -> None:
         """requires_grad of some parameter changed."""
-        self.drain()
+        self._publish_pending()  # of parameters that are frozen now too
+        self.raise_failures()
+        self.generation += 1
         for unit in self.units:
             if not unit.layout_is_current():
-                self.window.base.pop(unit.key, None)
-                unit.layout_gradients()
-                unit.open(self._engine().handle)
+                self._relayout_unit(unit)
         for worker in self._engine().workers:
             worker._views.clear()
         self._plans.clear()
+
+    def _relayout_unit(self, unit: Unit) -> None:
+        image, touched = self.window.image(unit), self.window.touched(unit)
+        views = [] if image is None or self._grads_shown else unit.gradient_views(image)  # shown: they stand in .grad
+        sums = {id(p): (p, views[i]) for i, p in enumerate(unit.trainable_parameters) if views and i in touched}
+        self.window.forget(unit)
+        unit.layout_gradients()
+        unit.open(self._engine().handle)
+        if not sums:
+            return
+        positions = {id(p): i for i, p in enumerate(unit.trainable_parameters)}
+        if positions.keys() & sums.keys():
+            kept = unit.gradient_image(None)
+            for view, parameter in zip(unit.gradient_views(kept), unit.trainable_parameters, strict=True):
+                if id(parameter) in sums:
+                    view.copy_(sums[id(parameter)][1])
+            self.window.base[unit.key] = (kept, {i for key, i in positions.items() if key in sums})
+        for key, (parameter, total) in sums.items():
+            if key not in positions:  # as in PyTorch, a frozen parameter keeps the gradient that it has
+                parameter.grad = total.clone()
 
     def _engine(self) -> Engine:
         assert self.engine is not None
@@ -104,8 +126,20 @@ class TrainingState:
             for parameter in unit.parameters:
                 self._versions[id(parameter)] = parameter._version
 
-    def adopt_edits(self, force: bool = False) -> None:
-        """Weights that the user edited on the host reach the optimizer's copy before anything could revert them."""
+    @property
+    def in_use(self) -> bool:
+        """Whether gradients or optimizer parameters exist, or work is under way."""
+        self.raise_failures()
+        self._forget_ended()
+        return bool(self._calls or self._tasks or self.window or self.optimizer)
+
+    def adopt_edits(self, look_closely: bool = False) -> None:
+        """Weights that the user edited on the host reach the optimizer's copy before anything could revert them.
+
+        ``look_closely`` compares values instead of trusting version counters (which ``.data`` edits do not raise);
+        requires that the newest weights are on the host.
+        """
+        self.structure.check()
         edited = [
             parameter
             for unit in self.units
@@ -113,13 +147,15 @@ class TrainingState:
             if parameter._version != self._versions[id(parameter)]
             or (layout.nbytes and parameter.data_ptr() != unit.image.data_ptr() + layout.offset)
         ]
-        if not edited and not force:
+        if look_closely:
+            edited = [p for unit in self.units for p in unit.parameters if self.optimizer.differs(p)]
+        if not edited:
             return
         self.drain()
         self.generation += 1
         for unit in self.units:
             unit.ensure_packed()
-        self.optimizer.refresh([p for u in self.units for p in u.parameters] if force else edited)
+        self.optimizer.refresh(edited)
         self._note_versions()
 
     # -- gradients on the host model -----------------------------------------------------------------------------
@@ -184,7 +220,7 @@ class TrainingState:
                     "optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters(), or from "
                     "model.optim_parameters()."
                 )
-            self.optimizer.ensure()
+        self.optimizer.ensure()  # of parameters that were unfrozen since
         with uninterrupted():
             window, self.window = self.window, Window()
             self._dispatch(window, function, publish_first=is_async and self._unpublished, publish_last=not is_async)

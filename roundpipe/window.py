@@ -34,6 +34,13 @@ class Window:
             found |= call.touched.get(unit.key, set())
         return found
 
+    def forget(self, unit: Unit) -> None:
+        """What ``unit`` has accumulated."""
+        self.base.pop(unit.key, None)
+        for call in self.calls:
+            call.stores.pop(unit.key, None)
+            call.touched.pop(unit.key, None)
+
     def drop_failed(self) -> None:
         """Keeps the calls before the first that failed: their image is intact, see Note [Two images]."""
         for position, call in enumerate(self.calls):
