@@ -22,7 +22,7 @@ def machine_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     wrapper.synchronize()
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "parameters": sum(p.numel() for p in model.parameters()),
         "plain_s": medians["plain"],
         "streamed_s": medians["streamed"],

@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     roundpipe.use_devices(args.device)
     on_gpu = roundpipe.devices()[0].kind == "cuda"
     device = roundpipe.devices()[0].device
-    result: dict[str, Any] = {"settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
+    result: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)}}
     used_before = 0
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

@@ -37,6 +37,9 @@ class Opaque:
     def __init__(self, *items):
         self.items = items
 
+    def __repr__(self):  # names a test, which must be called the same in every process
+        return f"Opaque{self.items}"
+
 
 pytree.register_pytree_node(Opaque, lambda o: (list(o.items), None), lambda items, _: Opaque(*items))
 
