@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .plan import ModelExecutePlan
+    from .replica import Attributes
     from .window import Window
 
 _NO_RNG_KEPT = 0x5DEECE66D  # mixed into recompute's seeds when the forward's random numbers need not be seen again
@@ -87,6 +88,9 @@ class Call:
         self.buffer_updates: list[BufferUpdate] = []
         self.buffer_undos: list[BufferUndo] = []
         self.drew: set[tuple[int, int]] = set()  # (microbatch, layer) whose recompute must draw again
+        # By layer, as its last forward left them: the caller changes modes and attributes for his next call while this
+        # one may still be recomputing.
+        self.attributes: dict[int, Attributes] = {}
         self.touched: dict[int, set[int]] = {}  # by unit: trainable parameters that got a gradient
         self.stores: dict[int, torch.Tensor] = {}  # by unit: the gradient image this call writes
         self.losses: dict[int, tuple[list[HostTensor], bool]] = {}
@@ -335,6 +339,7 @@ class Call:
                 self._boundaries.clear()
                 self._recompute_data.clear()
                 self.buffer_sources.clear()
+                self.attributes.clear()
             self._changed.notify_all()
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ from .engine import cpu_generator_lock
 if TYPE_CHECKING:
     from .ambient import Ambient
     from .engine import Worker
-    from .replica import LayerReplica
+    from .replica import Attributes, LayerReplica
 
 
 @dataclass
@@ -152,18 +152,21 @@ def call_layer(
     ambient: Ambient,
     scope: recompute.RecomputeScope,
     seeds: bool,
+    attributes: Attributes | None,
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
     A tensor passed through unchanged keeps its place on the host. ``first``: the tree is ``(args, kwargs)`` of the
-    model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``.
+    model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``. ``attributes``:
+    those of the forward that is repeated.
     """
-    facts.see_mode(replica.layer.training)
+    if not scope.recomputing:
+        facts.see_mode(replica.layer.training)
     inputs = [leaf for leaf in live.leaves if isinstance(leaf, torch.Tensor)]
     versions = [t._version for t in inputs]
 
     def run() -> Any:
-        replica.pull()
+        replica.pull(attributes)
         with recompute.entered(scope):
             if first:
                 args, kwargs = live.value()

@@ -16,6 +16,7 @@ from . import runs
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .optimizer_context import in_optimizer_context
+from .optimizer_thread import thread as optimizer_thread
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState
 
@@ -176,8 +177,10 @@ class RoundPipe(nn.Module):
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, optimizer parameter) of every parameter that requires grad; made on first use."""
-        with self._entered():
-            self._state.ensure_optimizer_parameters()
+        # A step function must not wait for the lock: the caller of a synchronous step holds it, and waits for the step.
+        if not optimizer_thread.is_current():
+            with self._entered():
+                self._state.ensure_optimizer_parameters()
         named = self._naming_model().named_parameters(prefix=prefix, remove_duplicate=remove_duplicate)
         for name, host in named:
             parameter = self._state.optimizer.get(host)
@@ -217,6 +220,11 @@ class RoundPipe(nn.Module):
 
     def _entered(self) -> threading.RLock:
         engines.check_process()  # before the lock: a fork may have copied it locked
+        if optimizer_thread.is_current():
+            raise ConfigError(
+                f"a step function used the wrapped model {self.name!r} in a way that waits for the step itself (a "
+                "call, step, synchronize, state_dict, ...); do that after model.step() on the main thread."
+            )
         return self._lock  # type: ignore[no-any-return]
 
     def _naming_model(self) -> nn.Module:
@@ -225,7 +233,12 @@ class RoundPipe(nn.Module):
 
     # -- nn.Module's verbs ---------------------------------------------------------------------------------------
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients everywhere: accumulated, under way, and the optimizer's."""
+        """Drops gradients everywhere: accumulated, under way, and the optimizer's. Inside a step function, where only
+        the optimizer's parameters are in sight: theirs.
+        """
+        if optimizer_thread.is_current():
+            self._state.optimizer.zero_grad(set_to_none)
+            return
         with self._entered():
             self._state.zero_grad(set_to_none)
 
@@ -274,8 +287,9 @@ class RoundPipe(nn.Module):
                 return self
             if self._state.in_use:
                 raise ConfigError(
-                    "the dtype of a model cannot be changed any more: it has gradients or optimizer parameters of the old "
-                    "one. Convert it before the first call and before building the optimizer (RoundPipe(model.bfloat16()))."
+                    "the dtype of a model cannot be changed any more: it has gradients or optimizer parameters of the "
+                    "old one. Convert it before the first call and before building the optimizer, best before wrapping "
+                    "it (RoundPipe(model.bfloat16()))."
                 )
             self._naming_model()._apply(fn, recurse)
             self.model._apply(fn, recurse)

@@ -18,6 +18,9 @@ from torch import nn
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _MISSING = object()
 
+Attributes = dict[int, dict[str, Any]]
+"""Plain attributes, hooks and flags of host modules, by id of the module."""
+
 
 class DeviceParameters:
     """The device-side Parameter objects of one device: one for each host parameter, whatever layers use it.
@@ -34,15 +37,11 @@ class DeviceParameters:
     def get(self, host: nn.Parameter) -> nn.Parameter:
         entry = self._made.get(id(host))
         if entry is not None and entry[0] is host:
-            made = entry[1]
-            if made.requires_grad != host.requires_grad:
-                made.requires_grad_(host.requires_grad)
-            return made
+            return entry[1]
         data = torch.empty(0, dtype=host.dtype, device=self.device)
         made = nn.Parameter(data, requires_grad=True)
         made.__dict__.update(host.__dict__)
         made.register_post_accumulate_grad_hook(self._hook)
-        made.requires_grad_(host.requires_grad)
         self._made[id(host)] = (host, made)
         return made
 
@@ -117,10 +116,17 @@ class LayerReplica:
     def _build_again(self) -> None:
         self.root = self._build()
 
-    def pull(self) -> None:
-        """Takes over attributes, hooks and flags of the host module."""
+    def attributes(self) -> Attributes:
+        """What ``pull`` would take over now."""
+        return {
+            id(module): {name: value for name, value in module.__dict__.items() if name not in _OWN}
+            for module, _ in self._nodes
+        }
+
+    def pull(self, noted: Attributes | None = None) -> None:
+        """Takes over attributes, hooks and flags of the host module, or what they were when ``noted`` was made."""
         for index, (module, twin) in enumerate(self._nodes):
-            host, given = module.__dict__, {}
+            host, given = module.__dict__ if noted is None else noted.get(id(module), module.__dict__), {}
             for name, value in host.items():
                 if name not in _OWN:
                     given[name] = self._rebind(value)

@@ -327,10 +327,14 @@ class StageJob:
                 ambient=call.ambient,
                 scope=scope,
                 seeds=not recomputing or (m, layer) in call.drew,
+                attributes=call.attributes.get(layer) if recomputing else None,
             )
             buffers.note_silent_writes()
-        if drew and will_recompute:
-            call.drew.add((m, layer))
+        if will_recompute:
+            if drew:
+                call.drew.add((m, layer))
+            if m == call.num_microbatch - 1:
+                call.attributes[layer] = replica.attributes()
         if saves_graph:
             for leaf in live.leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.grad_fn not in entered:
@@ -387,6 +391,8 @@ class StageJob:
             for i, (host, view) in enumerate(zip(unit.parameters, weights, strict=True)):
                 parameter = worker.parameters.get(host)
                 parameter.data = view
+                # As at the dispatch: the caller may have frozen or unfrozen it meanwhile.
+                parameter.requires_grad_(i in position)
                 torch.autograd.graph.increment_version(parameter)
                 parameter.grad = None
                 if gradients and i in position:

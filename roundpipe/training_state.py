@@ -104,6 +104,10 @@ class TrainingState:
         self.window.forget(unit)
         unit.layout_gradients()
         unit.open(self._engine().handle)
+        if not self._grads_shown:
+            for parameter in unit.trainable_parameters:
+                if id(parameter) not in sums and parameter.grad is not None:  # kept since it was frozen
+                    sums[id(parameter)], parameter.grad = (parameter, parameter.grad), None
         if not sums:
             return
         positions = {id(p): i for i, p in enumerate(unit.trainable_parameters)}
