@@ -389,6 +389,9 @@ class Call:
             if not self.settled:
                 self._settle(watchdog)
 
+    def wait_ended(self) -> None:
+        self.wait_jobs()
+
     def _settle(self, watchdog: Watchdog) -> None:
         for job in self.jobs:
             if job.handle and job.with_gradients and self.error is None:

@@ -17,7 +17,7 @@ import torch
 
 from . import _ops
 from .devices import DeviceSpec, active_spec, devices
-from .errors import ConfigError, DeviceOutOfMemory, RoundPipeError, StallError
+from .errors import DeviceOutOfMemory, RoundPipeError, StallError
 from .replica import DeviceParameters, LayerReplica
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Engine:
         self.dispatch_lock = threading.RLock()  # jobs of one call enter all queues before those of the next
         self._next = 0
         self.calls_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.steps_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
         self.workers = [Worker(self, i, d.device) for i, d in enumerate(found)]
         self.closed = False
 
@@ -302,10 +303,9 @@ def current() -> Engine:
         if _engine is not None and _engine.spec == spec:
             return _engine
         if _engine is not None:
-            if any(not call.finished for call in list(_engine.calls_in_flight)):
-                raise ConfigError(
-                    "the devices cannot change while a call is in flight; synchronize() the models first."
-                )
+            # Everything dispatched ends well on the old devices; failures are for the models' next calls to raise.
+            for work in (*_engine.calls_in_flight, *_engine.steps_in_flight):
+                work.wait_ended()
             _engine.close()
             _engine = None
         _engine = Engine(spec)

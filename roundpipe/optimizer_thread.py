@@ -98,6 +98,7 @@ class StepTask:
                 if image is not None:
                     self._takes.append((unit, image, _ops.ticket_issue(unit.handle, _TAKE)))
         self._last = [(u, _ops.ticket_issue(u.handle, _PUBLISH)) for u in trainable] if publish_last else []
+        engine.steps_in_flight.add(self)
 
     def run(self) -> None:
         try:
@@ -160,6 +161,9 @@ class StepTask:
         watchdog = Watchdog(self.engine, "the optimizer thread")
         while not self._ended_within_slice():
             watchdog()
+
+    def wait_ended(self) -> None:
+        self.wait()
 
     def _ended_within_slice(self) -> bool:
         with uninterrupted():  # Ctrl-C inside Event.wait could leave the event's lock taken

@@ -63,6 +63,7 @@ class TrainingState:
         if engine is self.engine:
             return
         self.engine = engine
+        self.generation += 1  # a backward that is still to come would find its activations gone
         self.host_buffers.forget()
         self._plans.clear()
         for unit in self.units:
@@ -73,16 +74,21 @@ class TrainingState:
         """Raises earlier failures, follows what the user changed on the host model, and gives the engine."""
         self.raise_failures()
         self._forget_ended()
-        engine = engines.current()
-        if engine is not self.engine:
-            self.drain()
-            self.attach(engine)
+        engine = self._follow_engine()
         self.adopt_edits()
         if any(not unit.layout_is_current() for unit in self.units):
             self._relayout()
         if self._grads_shown:
             self._adopt_shown_gradients()
         self.host_buffers.refresh(engine)
+        return engine
+
+    def _follow_engine(self) -> Engine:
+        """The open engine, which may be another than before; what was dispatched on that has ended with it."""
+        engine = engines.current()
+        if engine is not self.engine:
+            self.drain()
+            self.attach(engine)
         return engine
 
     def _relayout(self) -> None:
@@ -252,6 +258,7 @@ class TrainingState:
     def _publish_pending(self) -> None:
         """The newest weights reach the host."""
         if self._unpublished:
+            self._follow_engine()
             with uninterrupted():
                 self._unpublished = False
                 self._dispatch(None, None, publish_first=True, publish_last=False)
@@ -279,7 +286,7 @@ class TrainingState:
             self._adopt_shown_gradients()
         self.show_gradients()
         self._forget_ended()
-        self._engine().raise_reports()
+        engines.current().raise_reports()
 
     def unsettled_training_call(self) -> Call | None:
         """The newest call that brings gradients and is not known to have kept them."""
@@ -322,7 +329,8 @@ class TrainingState:
 
     def _recover(self) -> None:
         """Undoes failed calls. What earlier calls of their window accumulated stays, see Note [Two images]."""
-        self._engine().wait_idle()
+        if not self._engine().closed:
+            self._engine().wait_idle()
         with uninterrupted():
             self._undo()
 
@@ -335,8 +343,9 @@ class TrainingState:
         self.window = survivor
         self._calls.clear()
         self._tasks.clear()
-        for unit in self.units:
-            _ops.unit_new_epoch(unit.handle)
+        if not self._engine().closed:
+            for unit in self.units:
+                _ops.unit_new_epoch(unit.handle)
 
     # -- planning ------------------------------------------------------------------------------------------------
     def plan(self, run_type: str) -> ModelExecutePlan:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import roundpipe
-from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe import OptimizerCtx, RoundPipe
 from roundpipe.errors import ConfigError, StageError
 
 from . import oracle
@@ -326,84 +324,3 @@ def test_gradients_without_optimizer_parameters_are_an_error() -> None:
             wrapped.step(wrong.step, is_async=is_async)
     step_both(wrapped, plain, 1)
     assert_same(wrapped, plain)  # and nothing was lost
-
-
-# -- several models ----------------------------------------------------------------------------------------------------
-def test_two_models_interleaved() -> None:
-    pairs = [(RoundPipe(mlp(seed)), mlp(seed)) for seed in (0, 1)]
-    optimizers = [(sgd(wrapped), plain_sgd(plain)) for wrapped, plain in pairs]
-    for seed in range(6):
-        for (wrapped, plain), (optimizer, plain_optimizer) in zip(pairs, optimizers, strict=True):
-            step_both(wrapped, plain, seed)
-            if seed % 2:
-                wrapped.step(update(optimizer), is_async=False)
-                update(plain_optimizer)()
-    for wrapped, plain in pairs:
-        assert_same(wrapped, plain)
-
-
-def test_two_models_from_two_threads() -> None:
-    """Without random layers: the process has one generator for its callers."""
-    failures: list[BaseException] = []
-    config = RoundPipeRunConfig(num_microbatch=3)
-
-    def train(seed: int) -> None:
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            model = mlp(0)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.normal_(std=0.5, generator=generator)
-            plain = copy.deepcopy(model)
-            wrapped = RoundPipe(model)
-            optimizer, plain_optimizer = sgd(wrapped), plain_sgd(plain)
-            for step in range(12):
-                x = torch.randn(9, 6, generator=generator)
-                wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().mean(), run_config=config)
-                for piece in x.tensor_split(3):
-                    plain(piece).square().mean().backward()
-                if step % 3 == 2:
-                    wrapped.step(update(optimizer), is_async=False)
-                    update(plain_optimizer)()
-            assert_same(wrapped, plain, 1e-5)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures and not any(thread.is_alive() for thread in threads)
-
-
-def test_one_optimizer_for_two_models() -> None:
-    pairs = [(RoundPipe(mlp(seed)), mlp(seed)) for seed in (0, 1)]
-    with OptimizerCtx():
-        optimizer = torch.optim.SGD([p for wrapped, _ in pairs for p in wrapped.parameters()], lr=LR)
-    plain_optimizer = torch.optim.SGD([p for _, plain in pairs for p in plain.parameters()], lr=LR)
-    (first, plain_first), (second, plain_second) = pairs
-    for seed in range(3):
-        step_both(first, plain_first, seed)
-        step_both(second, plain_second, seed)
-        first.step(lambda: None)
-        second.step(update(optimizer), is_async=False)
-        first.synchronize()
-        update(plain_optimizer)()
-    for wrapped, plain in pairs:
-        assert_same(wrapped, plain)
-
-
-def test_the_same_batch_gives_the_same_result_on_other_devices() -> None:
-    wrapped, plain = RoundPipe(mlp()), mlp()
-    x = torch.randn(6, 6)
-    for devices in ("host:1", "host:3", "host:2"):
-        wrapped.synchronize()
-        roundpipe.use_devices(devices)
-        step_both(wrapped, plain)
-        assert_same(wrapped, plain)
-    roundpipe.use_devices("host:1")
-    with torch.no_grad():
-        oracle.assert_close_to_scale(wrapped.eval()(x), plain.eval()(x), "output")
-    assert F.mse_loss is not None
