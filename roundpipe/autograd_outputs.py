@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .boundary import Boundary, HostTensor, Traffic
+from .interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from .call import Call
@@ -76,7 +77,7 @@ class LaterBackward:
 
     def backward(self, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
         """Runs the backward stages; waits for them when the caller wants input gradients."""
-        from .runs import input_grads
+        from .runs import abandoned_on_error
 
         if not self.call.awaits_backward:
             raise RuntimeError(
@@ -102,18 +103,26 @@ class LaterBackward:
                 found = [next(arrived) for _ in wanted]
                 host = [None if g is None else HostTensor.from_host(call.engine, g, Traffic.ACTIVATIONS) for g in found]
                 down.append(host if any(g is not None for g in host) else None)
-            predecessor = state.unsettled_training_call()
+            with abandoned_on_error(call):
+                return self._run(down)
+
+    def _run(self, grads: list[list[HostTensor | None] | None]) -> list[torch.Tensor | None]:
+        from .runs import input_grads
+
+        state, call = self.state, self.call
+        predecessor = state.unsettled_training_call()
+        with uninterrupted():
             state.window.calls.append(call)
             state.began(call)
-            call.dispatch_backward(state.window, predecessor, down)
-            if call.wants_input_grads or call.drew:
-                call.wait_jobs()
-                if call.error is not None:
-                    state.raise_failures()
-            result: list[torch.Tensor | None] = []
-            for microbatch, inputs in enumerate(self.inputs):
-                result += input_grads(state, call, microbatch, inputs) if inputs else []
-            return result
+        call.dispatch_backward(state.window, predecessor, grads)
+        if call.wants_input_grads or call.drew:
+            call.wait_jobs()
+            if call.error is not None:
+                state.raise_failures()
+        result: list[torch.Tensor | None] = []
+        for microbatch, inputs in enumerate(self.inputs):
+            result += input_grads(state, call, microbatch, inputs) if inputs else []
+        return result
 
 
 class _Outputs(torch.autograd.Function):

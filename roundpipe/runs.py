@@ -28,7 +28,7 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
         pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
         inputs = [host_boundary(engine, piece) for piece in pieces]
         call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=False, keeps_outputs=True)
-        with _abandoned_on_error(call):
+        with abandoned_on_error(call):
             _dispatch(state, call, config, "infer")
             end = len(state.layers)
             call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
@@ -54,7 +54,7 @@ def forward(
     inputs = [host_boundary(engine, piece) for piece in pieces]
     call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=True, keeps_outputs=True)
     call.window = None  # joined at the time of the backward
-    with _abandoned_on_error(call):
+    with abandoned_on_error(call):
         _dispatch(state, call, config, "train")
         end = len(state.layers)
         call.wait_for(lambda: call.forward_done() and call.has_boundary(call.num_microbatch - 1, end), "the outputs")
@@ -94,7 +94,7 @@ def train(
     call = _make_call(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
-    with _abandoned_on_error(call):
+    with abandoned_on_error(call):
         _dispatch(state, call, config, "fused")
         return _results(state, call, config, pieces, return_outputs)
 
@@ -121,7 +121,7 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
 
 
 @contextlib.contextmanager
-def _abandoned_on_error(call: Call) -> Iterator[None]:
+def abandoned_on_error(call: Call) -> Iterator[None]:
     """Whatever makes the caller leave, his own functions and Ctrl-C included, the call counts as failed."""
     try:
         yield

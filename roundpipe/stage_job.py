@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,9 @@ class StageJob:
             self._release_all(worker)
             _ops.job_close(self.handle)
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+                # Whoever catches it wants the memory back, which the locals of these frames would hold with it.
+                traceback.clear_frames(error.__traceback__)
             _ops.drop_quietly(_ops.job_abort, self.handle)
             for buffers in self._buffers.values():
                 buffers.distrust()

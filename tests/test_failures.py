@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from roundpipe import engine as engines
 from roundpipe.errors import DeviceOutOfMemory, HostOutOfMemory, RoundPipeError, StageError
 
 from . import oracle
-from .faults import WIDTH, Trapped, five_layer_plan, trapped_model
+from .faults import WIDTH, Trapped, five_layer_plan, plan_of, trapped_model
 
 MICROBATCHES = 3
 
@@ -315,3 +316,40 @@ def test_sum_of_a_window_survives_though_the_next_window_has_begun() -> None:
     wrapped.synchronize()
     oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
     oracle.assert_same_state(wrapped.model, plain, 0.0)
+
+
+def test_an_error_of_memory_holds_no_activations() -> None:
+    """Helpers that retry with a smaller batch do so inside the except block."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Fills(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            big = x * 2.0
+            seen.append(weakref.ref(big))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    roundpipe.use_devices("host:1")
+    wrapped = RoundPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fills()))
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        wrapped.forward_backward((batch(0)[0],), loss_fn=mse)
+    assert caught.value.__traceback__ is not None
+    assert [ref() for ref in seen] == [None]
+
+
+def test_a_layer_larger_than_the_device_is_an_error_of_memory() -> None:
+    roundpipe.use_devices("host:2@64KiB")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 400), nn.Linear(400, 4))
+    plain = copy.deepcopy(model)
+    wrapped = RoundPipe(model)
+    x = torch.randn(6, 64)
+    one_each = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan_of([(0, 1), (1, 2)], [(2, 3), (1, 2), (0, 1)]))
+    for _ in range(2):
+        with pytest.raises(DeviceOutOfMemory, match="CUDA out of memory"):
+            wrapped.forward_backward((x,), loss_fn=lambda out, _: out.sum(), run_config=one_each)
+    roundpipe.use_devices("host:2")
+    torch.manual_seed(0)
+    wrapped.forward_backward((x,), loss_fn=lambda out, _: out.sum(), run_config=one_each)
+    wrapped.synchronize()
+    torch.manual_seed(0)
+    oracle.forward_backward(list(plain), (x,), loss_fn=lambda out, _: out.sum(), num_microbatch=2)
+    oracle.assert_same_gradients(wrapped.model, plain)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe import OptimizerCtx, RoundPipe, _ops
+from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 from roundpipe.errors import StallError
 from roundpipe.interrupts import uninterrupted
 
 from . import oracle
+from .faults import plan_of
 from .test_failures import batch, config, make, mse, run, run_plain, trap_of
 
 
@@ -130,6 +131,7 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
                     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=generator.random() < 0.5)
             finally:
                 sender.join()
+                time.sleep(0.05)  # one that struck in a destructor is sent again
         except KeyboardInterrupt:
             struck += 1
     assert struck >= 5
@@ -231,3 +233,26 @@ def test_caller_may_draw_beside_a_recompute() -> None:
     torch.manual_seed(3)
     assert torch.equal(got, torch.cat([torch.rand(4), torch.rand(4)]))
     wrapped.synchronize()
+
+
+def test_ctrl_c_in_a_backward_of_the_callers() -> None:
+    """``loss.backward()`` waits for input gradients; struck there, the call is dropped."""
+    wrapped, plain = make(2)
+    x, label = batch(0)
+    plan = plan_of([(0, 2), (2, 5)], [(3, 5), (0, 3)])
+    both = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    x.requires_grad_()
+    trap = trap_of(wrapped, 1)
+    out = wrapped(x, roundpipe_run_config=both)
+    trap.arm("backward", 1, sleep_s=1.5)
+    sender = interrupt_after(0.2, trap.sprung)
+    with pytest.raises(KeyboardInterrupt):
+        mse(out, label).backward()
+    sender.join()
+    trap.disarm()
+    wrapped.synchronize()
+    assert x.grad is None and all(p.grad is None for p in wrapped.model.parameters())
+    run(wrapped, 2)
+    run_plain(plain, 2)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)
