@@ -26,8 +26,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the oldest that can load us
-# g++ 12 sees overlapping copies in std::string's operator+ that are not there.
-WARNINGS = "-Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.environ.get("ROUNDPIPE_WERROR") == "1")
+# Only the kernels say which products and sums are one instruction. g++ 12 sees overlapping copies in std::string.
+FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.getenv("ROUNDPIPE_WERROR") == "1")
 
 OPS = """
     activation_ops arenas checks element_convert engine engine_ops error_record fact_ops handles job
@@ -38,19 +38,14 @@ CORE = """
     host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
     slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
 """
-CPU = """
-    adam convert convert_avx2 convert_avx512 convert_portable lion sgd update_avx2 update_avx512
-    update_kernels update_portable
-"""
-CUDA = "cuda_backend cuda_context driver_api"
-ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": CUDA}
+CPU = "adam convert lion sgd update_kernels convert_avx2 convert_avx512 convert_portable update_avx2 update_avx512"
+ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU + " update_portable", "cuda": "cuda_backend cuda_context driver_api"}
 SOURCES = [f"csrc/{room}/{name}.cpp" for room, names in ROOMS.items() for name in names.split()]
 KERNELS = ["csrc/cuda/gradient_stats.cu"]
 
 
 def find_nvcc():
-    mode = os.environ.get("ROUNDPIPE_CUDA", "auto")
-    if mode not in ("auto", "0", "1"):
+    if (mode := os.environ.get("ROUNDPIPE_CUDA", "auto")) not in ("auto", "0", "1"):
         raise SystemExit(f"ROUNDPIPE_CUDA must be auto, 0 or 1, not {mode!r}")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = os.environ.get("NVCC") or shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
@@ -59,14 +54,17 @@ def find_nvcc():
     return None if mode == "0" else nvcc
 
 
-def architecture_flags(nvcc):
+nvcc = find_nvcc()
+
+
+def architecture_flags():
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     wanted = re.findall(r"\d+[af]?", os.environ.get("ROUNDPIPE_CUDA_ARCHS", "80;90;100"))
     archs = [arch for arch in wanted if f"compute_{arch}" in known.split()]
     if not archs:
         raise SystemExit(f"{nvcc} knows none of the architectures {wanted}; it knows: {known.split()}")
-    code = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return " ".join(code) + f" -gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}"
+    last = f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}"
+    return " ".join([f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs] + [last])
 
 
 class NinjaBuild(build_ext):
@@ -75,41 +73,41 @@ class NinjaBuild(build_ext):
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def run(self):
+        for place in [self.build_lib] + [ROOT] * bool(self.inplace or self.editable_mode):
+            Path(place, "roundpipe", "_C_cuda.so").unlink(missing_ok=True)  # this build may be without kernels
+        super().run()
+
     def build_extension(self, ext):
-        spec = importlib.util.find_spec("torch")
-        if spec is None:
-            raise SystemExit(
-                "building roundpipe needs torch >= 2.11 (headers only); pip install torch, or build isolated"
-            )
-        torch = Path(spec.submodule_search_locations[0])
+        if not (found := importlib.util.find_spec("torch")):
+            raise SystemExit("building roundpipe needs torch's headers: pip install 'torch>=2.11', or build isolated")
+        torch = Path(found.submodule_search_locations[0])
         work = ROOT / "build" / "ninja" / ext.name  # not build_temp, which editable installs throw away
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        for directory in (work, target.parent):
-            directory.mkdir(parents=True, exist_ok=True)
+        work.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         common = f"-O3 -std=c++20 {TORCH_TARGET} -D_GLIBCXX_USE_CXX11_ABI=1 -I{ROOT}/csrc -isystem {torch}/include"
+        cxx = os.environ.get("CXX", "g++")
         if ext.sources == KERNELS:
-            nvcc = find_nvcc()
-            compiler = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags(nvcc)}"
+            compiler = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags()}"
             linker = f"{nvcc} -cudart static -Xlinker --as-needed"
         else:
-            compiler = f"{os.environ.get('CXX', 'g++')} {common} -g1 -fPIC -pthread -fvisibility=hidden {WARNINGS}"
-            linker = f"{os.environ.get('CXX', 'g++')} -Wl,--as-needed"
+            compiler = f"{cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {FLAGS}"
+            linker = f"{cxx} -Wl,--as-needed"
         # The linker is told which libraries of torch we use, not where they are: they are loaded before we are.
         libraries = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
-        lines = [
-            "rule compile\n  description = $in\n  depfile = $out.d\n  deps = gcc",
-            f"  command = {compiler} -MMD -MF $out.d -c $in -o $out",
-            f"rule link\n  description = $out\n  command = {linker} -shared $in -o $out {libraries}",
-        ]
+        lines = ["rule compile\n  description = $in\n  depfile = $out.d\n  deps = gcc"]
+        lines += [f"  command = {compiler} -MMD -MF $out.d -c $in -o $out"]
+        lines += [f"rule link\n  description = $out\n  command = {linker} -shared $in -o $out {libraries}"]
         objects = [f"{work}/{source.replace('/', '_')}.o" for source in ext.sources]
         lines += [f"build {out}: compile {ROOT}/{source}" for source, out in zip(ext.sources, objects, strict=True)]
         lines += [f"build {target}: link {' '.join(objects)}", ""]
         ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent)) or "ninja"
-        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
         with open(work / "lock", "w") as lock:  # two builds in one tree take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             (work / "build.ninja").write_text("\n".join(lines))
-            subprocess.run([ninja, "-C", str(work), *jobs], check=True)
+            subprocess.run([ninja, "-C", str(work), "-j", jobs], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -117,7 +115,5 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-extensions = [Extension("roundpipe._C", SOURCES)]
-if find_nvcc():
-    extensions.append(Extension("roundpipe._C_cuda", KERNELS))
+extensions = [Extension("roundpipe._C", SOURCES)] + [Extension("roundpipe._C_cuda", KERNELS)] * bool(nvcc)
 setup(ext_modules=extensions, cmdclass={"build_ext": NinjaBuild, "bdist_wheel": AnyPythonWheel})
