@@ -6,6 +6,7 @@ devices where there is none.
 
 from __future__ import annotations
 
+from . import optim
 from .devices import devices, use_devices
 from .model import RoundPipe
 from .optimizer_context import OptimizerCtx
@@ -24,6 +25,7 @@ __all__ = [
     "devices",
     "doing_recompute",
     "get_recompute_data",
+    "optim",
     "save_for_recompute",
     "use_devices",
     "wrap_model_to_roundpipe",

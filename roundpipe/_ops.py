@@ -317,6 +317,106 @@ def convert(source: Tensor, target: Tensor, accumulate: bool = False) -> None:
     torch.autograd.graph.increment_version(target)
 
 
+# -- fused optimizer steps ---------------------------------------------------------------------------------------------
+# Of all of these: lists go position by position, and every tensor is contiguous and on the host. ``masters`` are the
+# weights: float32, bfloat16 or float16; or int16, the low half of a split master, whose bfloat16 is in ``published``.
+# ``published`` (may be empty) gets the new weights, rounded to nearest even. Gradients and moments are float32,
+# bfloat16 or float16. ``factor`` multiplies every gradient first. With ``seeds`` (one a tensor) bfloat16 moments are
+# rounded stochastically, by a hash of (seed, step, index of the element). Arithmetic is float32. Done on return, on
+# torch's threads; versions of what is written are bumped. ConfigError for lists or tensors that do not fit.
+def adam_update(
+    masters: Sequence[Tensor],
+    published: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[float],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool = False,
+    factor: float = 1.0,
+    seeds: Sequence[int] = (),
+) -> None:
+    """One step of Adam, or of AdamW if ``decoupled``. ``steps`` count this step; no ``max_exp_avg_sqs``: no amsgrad."""
+    _call(
+        "adam_update", masters, published, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, beta1, beta2,
+        eps, weight_decay, decoupled, maximize, factor, seeds,
+    )  # fmt: skip
+    _bump(masters, published, exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+
+
+def sgd_update(
+    masters: Sequence[Tensor],
+    published: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    first: Sequence[int],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool = False,
+    factor: float = 1.0,
+    seeds: Sequence[int] = (),
+    steps: Sequence[float] = (),
+) -> None:
+    """One step of SGD. Where ``first[i]``, the buffer becomes the gradient; without momentum both lists are empty."""
+    _call(
+        "sgd_update", masters, published, gradients, momentum_buffers, first, lr, momentum, dampening, weight_decay,
+        nesterov, maximize, factor, seeds, steps,
+    )  # fmt: skip
+    _bump(masters, published, momentum_buffers)
+
+
+def lion_update(
+    masters: Sequence[Tensor],
+    published: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool = False,
+    factor: float = 1.0,
+    seeds: Sequence[int] = (),
+    steps: Sequence[float] = (),
+) -> None:
+    """One step of Lion, with decoupled decay. A gradient that is NaN makes the weight NaN."""
+    _call(
+        "lion_update", masters, published, gradients, exp_avgs, lr, beta1, beta2, weight_decay, maximize, factor, seeds,
+        steps,
+    )  # fmt: skip
+    _bump(masters, published, exp_avgs)
+
+
+def split_master(source: Tensor, upper: Tensor, low: Tensor) -> None:
+    """float32 into the bfloat16 nearest to it (ties away from zero) and the int16 that makes it exact again."""
+    _call("split_master", source, upper, low)
+    _bump([upper, low])
+
+
+def join_master(upper: Tensor, low: Tensor, target: Tensor) -> None:
+    """The float32 of a split master: ``target``'s bits are ``(upper's bits << 16) + low``."""
+    _call("join_master", upper, low, target)
+    _bump([target])
+
+
+def _bump(*written: Sequence[Tensor]) -> None:
+    for tensors in written:
+        torch.autograd.graph.increment_version(tensors)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
 def gradient_stats(region: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of squares and number of non-finite elements of a packed region read as ``dtype``, in one deterministic pass.
 

@@ -61,6 +61,22 @@
   /* element-wise targets[i] = / += convert(sources[i]); ticket 0 = none; the ticket's handle ends with the update */   \
   def("update_convert(int engine, int ticket, Tensor[] sources, Tensor[] targets, int[] accumulate) -> int")         \
   def("update_wait(int engine, int update, int timeout_ms) -> bool")                                                 \
+  /* -- fused optimizer steps, at once ------------------------------------------------------------------------- */    \
+  /* Lists position by position, contiguous host tensors. masters: float32, bfloat16, float16, or int16, the low half */ \
+  /* of a split master whose bfloat16 is published[i]. An empty list: none. factor multiplies every gradient. seeds: */ \
+  /* bfloat16 moments are rounded stochastically by (seed, step, index); steps counts this step. */                    \
+  def("adam_update(Tensor(a!)[] masters, Tensor(b!)[] published, Tensor[] gradients, Tensor(c!)[] exp_avgs, "          \
+      "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, float[] steps, float lr, float beta1, float beta2, "    \
+      "float eps, float weight_decay, bool decoupled, bool maximize, float factor, int[] seeds) -> ()")                \
+  /* first[i]: the buffer becomes the gradient */                                                                      \
+  def("sgd_update(Tensor(a!)[] masters, Tensor(b!)[] published, Tensor[] gradients, "                                  \
+      "Tensor(c!)[] momentum_buffers, int[] first, float lr, float momentum, float dampening, float weight_decay, "    \
+      "bool nesterov, bool maximize, float factor, int[] seeds, float[] steps) -> ()")                                 \
+  def("lion_update(Tensor(a!)[] masters, Tensor(b!)[] published, Tensor[] gradients, Tensor(c!)[] exp_avgs, "          \
+      "float lr, float beta1, float beta2, float weight_decay, bool maximize, float factor, int[] seeds, "             \
+      "float[] steps) -> ()")                                                                                          \
+  def("split_master(Tensor source, Tensor(a!) upper, Tensor(b!) low) -> ()")       /* float32 to bfloat16, int16 */    \
+  def("join_master(Tensor upper, Tensor low, Tensor(a!) target) -> ()")                                                \
   /* -- errors, facts, trace ---------------------------------------------------------------------------------- */   \
   def("error_take() -> str")                     /* kind \x1f number \x1f message of this thread's last failure */     \
   def("build_facts() -> str")                                                                                        \
