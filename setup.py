@@ -31,7 +31,7 @@ FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" 
 
 OPS = """
     activation_ops arenas checks element_convert engine engine_ops error_record fact_ops handles job
-    job_ops library memory_ops optimizer_ops process unit_ops
+    job_ops library memory_ops optimizer_ops process unit_ops update_list update_ops
 """
 CORE = """
     activation_store copy_lane event_pool happens_before host_arena host_backend host_mapping
