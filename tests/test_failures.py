@@ -97,8 +97,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(("devices", "grain"), [(1, "stage"), (2, "layer"), (3, "stage"), (3, "layer")])
 def test_error_of_a_layer_names_its_place_and_leaves_no_trace(devices: int, grain: str) -> None:
     roundpipe.use_devices(f"host:{devices}")
     engines.current()
