@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import _ops
-from .flat_memory import FlatMemory, has_kernel, real
+from .flat_memory import FlatMemory, real
 from .host_optimizer import HostOptimizer, check_betas, check_implementation, check_number, scalar
 
 
@@ -104,8 +104,9 @@ class Adam(HostOptimizer):
             if not state:
                 state.update(self._new_state(parameter, group["amsgrad"]))
             moments = [state[name] for name in names]
-            if has_kernel(parameter, gradient, *moments):
-                rows.append(memory.views(parameter, gradient, moments))
+            row = memory.views(parameter, gradient, moments)
+            if row is not None:
+                rows.append(row)
                 counters.append(state["step"])
                 steps.append(state["step"].item() + 1)
             else:
@@ -116,7 +117,8 @@ class Adam(HostOptimizer):
             largest = averages[2] if group["amsgrad"] else []
             _ops.adam_update(masters, [], gradients, averages[0], averages[1], largest, steps, **options)
             memory.write_back()
-            torch._foreach_add_(counters, 1)
+            # With a number in place of the tensor each addition would make a tensor of it, several times the cost.
+            torch._foreach_add_(counters, torch.tensor(1.0, device="cpu"), alpha=1.0)
 
 
 class AdamW(Adam):

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from .. import errors
 
-_REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_DTYPES = (*_REAL_DTYPES, torch.complex64)
+_REAL_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_DTYPES = _REAL_DTYPES | {torch.complex64}
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def has_kernel(*tensors: Tensor) -> bool:
-    """Whether the kernels can update these: plain host tensors of the dtypes that they know, all real or all complex.
-
-    What they cannot, torch's operators update: float64, other devices, subclasses with behaviour of their own.
-    """
+def _has_kernel(*tensors: Tensor) -> bool:
     return all(
         t.dtype in _DTYPES
         and t.is_cpu
@@ -45,15 +42,33 @@ class FlatMemory:
     def __init__(self) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def views(self, parameter: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Contiguous (parameter, gradient, states...); all but the gradient will be written."""
-        tensors = [real(tensor) for tensor in (parameter, gradient, *states)]
-        if all(tensor.is_contiguous() for tensor in tensors):
-            return tuple(tensors)
+    def views(self, parameter: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """Contiguous (parameter, gradient, states...); all but the gradient will be written.
+
+        None if the kernels cannot update these, but torch's operators must: float64, other devices, sparse gradients,
+        subclasses with behaviour of their own.
+        """
+        tensors = (parameter, gradient, *states)
+        for tensor in tensors:  # what nearly all are; models have thousands, so each test here counts
+            if not (
+                tensor.dtype in _REAL_DTYPES
+                and tensor.is_cpu
+                and type(tensor) in _PLAIN_TYPES
+                and tensor.layout == torch.strided
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            ):
+                break
+        else:
+            return tensors
+        return self._ordered_views(tensors) if _has_kernel(*tensors) else None
+
+    def _ordered_views(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tensors = [real(tensor) for tensor in given]
         shape = tensors[0]
         if any(stride == 0 and size > 1 for size, stride in zip(shape.shape, shape.stride(), strict=True)):
             raise errors.ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} and strides {parameter.stride()} has several elements "
+                f"a parameter of shape {tuple(given[0].shape)} and strides {given[0].stride()} has several elements "
                 "at one place of memory; clone() it before it becomes a parameter"
             )
         strides = shape.stride() if _is_dense(shape) else torch.empty(shape.shape, device="meta").stride()

@@ -63,6 +63,15 @@ def _caller_level() -> int:
     return level
 
 
+@torch._disable_dynamo
+def _step_untraced(optimizer: HostOptimizer, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """The operators are eager: a compiled training step breaks its graph here, and dynamo looks at no frame below.
+
+    Called only where dynamo is loaded, because the decorator would load it, which takes seconds.
+    """
+    optimizer._step_group(group, parameters)
+
+
 class HostOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose step updates each parameter in one pass over memory.
 
@@ -84,7 +93,11 @@ class HostOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            if not parameters:
+                continue
+            if "torch._dynamo" in sys.modules:
+                _step_untraced(self, group, parameters)
+            else:
                 self._step_group(group, parameters)
         return loss
 

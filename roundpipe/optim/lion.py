@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import _ops
-from .flat_memory import FlatMemory, has_kernel, real
+from .flat_memory import FlatMemory, real
 from .host_optimizer import HostOptimizer, check_betas, check_number, scalar
 
 
@@ -65,8 +65,9 @@ class Lion(HostOptimizer):
             state = self.state[parameter]
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if has_kernel(parameter, gradient, state["exp_avg"]):
-                rows.append(memory.views(parameter, gradient, [state["exp_avg"]]))
+            row = memory.views(parameter, gradient, [state["exp_avg"]])
+            if row is not None:
+                rows.append(row)
             else:
                 _step_by_torch(parameter, gradient, state["exp_avg"], **options)
         if rows:

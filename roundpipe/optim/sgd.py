@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import _ops, errors
-from .flat_memory import FlatMemory, has_kernel
+from .flat_memory import FlatMemory
 from .host_optimizer import HostOptimizer, check_implementation, check_number, scalar
 
 
@@ -89,8 +89,9 @@ class SGD(HostOptimizer):
                 state = self.state[parameter]
                 new = state.get("momentum_buffer") is None
                 buffers = [torch.zeros_like(parameter) if new else state["momentum_buffer"]]
-            if has_kernel(parameter, gradient, *buffers):
-                rows.append(memory.views(parameter, gradient, buffers))
+            row = memory.views(parameter, gradient, buffers)
+            if row is not None:
+                rows.append(row)
                 first.append(new)
             else:
                 buffers = _step_by_torch(parameter, gradient, [] if new else buffers, **options)
