@@ -175,7 +175,7 @@ def call_layer(
 
     with run_under_lock(worker):
         out, drew = call_seeded(worker, facts, seed, ambient, run, seeds)
-        replica.push()
+        replica.push(attributes)
 
     written = any(t._version != v for t, v in zip(inputs, versions, strict=True))
     if written or facts.writes_input is None:

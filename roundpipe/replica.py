@@ -136,16 +136,19 @@ class LayerReplica:
             own.update(given)
             self._given[index] = given
 
-    def push(self) -> None:
-        """Writes back the plain attributes that the forward assigned or deleted."""
+    def push(self, noted: Attributes | None = None) -> None:
+        """Writes back the plain attributes that the forward assigned or deleted; into ``noted`` too, for the next."""
         for (module, twin), given in zip(self._nodes, self._given, strict=True):
             own = twin.__dict__
+            homes = [module.__dict__] if noted is None else [module.__dict__, noted.setdefault(id(module), {})]
             for name, value in own.items():
                 if name not in _OWN and given.get(name, _MISSING) is not value:
-                    module.__dict__[name] = value
+                    for home in homes:
+                        home[name] = value
             if len(own) < len(given) + len(_OWN):
                 for name in given.keys() - own.keys():
-                    module.__dict__.pop(name, None)
+                    for home in homes:
+                        home.pop(name, None)
 
     def _rebind(self, value: Any) -> Any:
         """Methods and modules of the host layer that stand in attributes become those of the skeleton."""

@@ -86,11 +86,13 @@ class Counts(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.calls = 0
+        self.runs = 0
         self.history: list[int] = []
         self.stale = "to be deleted"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.linear(x)
+        self.runs += 1
         if not roundpipe.doing_recompute():
             self.calls += 1
             self.history.append(len(x))
@@ -114,7 +116,7 @@ def test_attributes_assigned_in_a_forward_are_seen_on_the_host_module() -> None:
     layer.calls = 10
     wrapped.forward_backward((x,), loss_fn=square, run_config=config(3))
     wrapped.synchronize()
-    assert layer.calls == 13
+    assert layer.calls == 13 and layer.runs == 12  # with those of recompute
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
