@@ -102,18 +102,18 @@ class Adam : public UpdateTest {
     for (const Tensor& moment : moments) ASSERT_TRUE(moment.guards_intact()) << what;
     for (std::size_t i = 0; i < n; ++i) {
       const Expected want = oracle(options, step, amsgrad, before[i], gradient.get(i));
-      const std::string where = what + std::to_string(i);
-      expect_near(moments[0].get(i), want.next.average, want.average_scale, moment_dtype, where + " average");
-      expect_near(moments[1].get(i), want.next.variance, want.variance_scale, moment_dtype, where + " variance");
+      const auto where = [&] { return what + std::to_string(i); };
+      expect_near(moments[0].get(i), want.next.average, want.average_scale, moment_dtype, where, " average");
+      expect_near(moments[1].get(i), want.next.variance, want.variance_scale, moment_dtype, where, " variance");
       if (amsgrad) {
-        expect_near(moments[2].get(i), want.next.largest, want.variance_scale, moment_dtype, where + " largest");
+        expect_near(moments[2].get(i), want.next.largest, want.variance_scale, moment_dtype, where, " largest");
       }
-      expect_near(weight.get(i), want.next.weight, want.weight_scale, weight.precision(), where + " weight");
+      expect_near(weight.get(i), want.next.weight, want.weight_scale, weight.precision(), where, " weight");
       if (HasFatalFailure()) return;
       if (publish && master != MasterFormat::kSplit) {
         // What is published is the new weight rounded once, where the master shows the new weight whole.
         if (master == MasterFormat::kFloat32 && !std::isnan(weight.get(i))) {
-          ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where;
+          ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where();
         }
         expect_near(weight.published.get(i), want.next.weight, want.weight_scale, weight.published.dtype(), where);
       }
@@ -136,9 +136,9 @@ TEST_P(Adam, EverySizeFormatAndAlignment) {
   }
 }
 
-TEST_P(Adam, EverySizeOfTheCommonFormats) {
+TEST_P(Adam, EveryTailOfTheCommonFormats) {
   std::mt19937 random(2);
-  for (std::size_t n = 0; n <= 1100; ++n) {
+  for (std::size_t n = 0; n <= 1100; n += n < 150 ? 1 : 7) {
     check_one_step(MasterFormat::kFloat32, DType::kFloat32, DType::kFloat32, n % 2 == 0, n, random);
     check_one_step(MasterFormat::kSplit, DType::kBFloat16, DType::kFloat32, n % 3 == 0, n, random);
     if (HasFatalFailure()) return;
@@ -305,12 +305,12 @@ TEST_P(Adam, OverflowAndInfinityAsInFloat32) {
     spans.moments[0] = {average.data(), DType::kFloat32};
     spans.moments[1] = {variance.data(), DType::kFloat32};
     GetParam().adam(spans, adam_numbers(options, 1), 0, 1);
-    const std::string where = "gradient " + std::to_string(each.gradient);
+    const auto where = [&] { return "gradient " + std::to_string(each.gradient); };
     expect_near(average.get(0), static_cast<double>(each.want_average), std::fabs(static_cast<double>(each.gradient)),
-                DType::kFloat32, where + " average");
+                DType::kFloat32, where, " average");
     expect_near(variance.get(0), static_cast<double>(each.want_variance),
-                std::fabs(static_cast<double>(each.want_variance)), DType::kFloat32, where + " variance");
-    expect_near(weight.get(0), each.want_weight, 1, DType::kFloat32, where + " weight");
+                std::fabs(static_cast<double>(each.want_variance)), DType::kFloat32, where, " variance");
+    expect_near(weight.get(0), each.want_weight, 1, DType::kFloat32, where, " weight");
   }
 }
 

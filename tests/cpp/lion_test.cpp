@@ -53,7 +53,7 @@ TEST_P(Lion, EverySizeFormatAndAlignment) {
             const double m = averages[i];
             const double direction = options.beta1 * m + (1 - options.beta1) * g;
             const double scale = std::fabs(m) + std::fabs(g);
-            const std::string where = "n " + std::to_string(n) + " i " + std::to_string(i);
+            const auto where = [&] { return "n " + std::to_string(n) + " i " + std::to_string(i); };
             expect_near(average.get(i), options.beta2 * m + (1 - options.beta2) * g, scale, moment_dtype, where);
             if (HasFatalFailure()) return;
             ++all;
@@ -64,7 +64,7 @@ TEST_P(Lion, EverySizeFormatAndAlignment) {
             const double want = weights[i] * (1 - options.lr * options.weight_decay) - options.lr * sign;
             expect_near(weight.get(i), want, std::fabs(weights[i]) + 1, weight.precision(), where);
             if (publish && master == MasterFormat::kFloat32 && !std::isnan(weight.get(i))) {
-              ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where;
+              ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where();
             }
             if (HasFatalFailure()) return;
           }

@@ -71,11 +71,11 @@ TEST_P(Sgd, EverySizeFormatAndAlignment) {
           ASSERT_TRUE(weight.master.guards_intact() && weight.published.guards_intact() && buffer.guards_intact());
           for (std::size_t i = 0; i < n; ++i) {
             const Expected want = oracle(options, first, weights[i], buffers[i], gradient.get(i));
-            const std::string where = "n " + std::to_string(n) + " i " + std::to_string(i);
+            const auto where = [&] { return "n " + std::to_string(n) + " i " + std::to_string(i); };
             expect_near(weight.get(i), want.weight, std::fabs(weights[i]) + want.scale, weight.precision(), where);
             if (options.momentum != 0) expect_near(buffer.get(i), want.buffer, want.scale, moment_dtype, where);
             if (publish && master == MasterFormat::kFloat32 && !std::isnan(weight.get(i))) {
-              ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where;
+              ASSERT_EQ(weight.published.bits(i), encode(weight.get(i), weight.published.dtype())) << where();
             }
             if (HasFatalFailure()) return;
           }

@@ -99,6 +99,43 @@ TEST_P(StateFormats, StochasticRoundingIsReproducibleAndIndependentOfSlices) {
   EXPECT_NEAR(static_cast<double>(other_step), kElements / 3.0, 60);
 }
 
+TEST_P(StateFormats, AnElementsRoundingDoesNotDependOnTheLength) {
+  std::mt19937 random(6);
+  Tensor values(DType::kFloat32, 200);
+  for (std::size_t i = 0; i < 200; ++i) values.set(i, either_sign(random, 0.5, 1));
+  Tensor longest(DType::kBFloat16, 200);
+  round_to_moment(values, longest, {true, 1, 2}, 0, 200);
+  for (std::size_t n = 1; n < 200; ++n) {
+    Tensor shorter(DType::kBFloat16, 200);
+    round_to_moment(values, shorter, {true, 1, 2}, 0, n);
+    for (std::size_t i = 0; i < n; ++i) ASSERT_EQ(shorter.bits(i), longest.bits(i)) << "n " << n << " i " << i;
+  }
+}
+
+// With one random number for both, an average that is rounded up would go with a variance that is rounded up.
+TEST_P(StateFormats, AverageAndVarianceRoundIndependently) {
+  constexpr std::size_t kElements = 20000;
+  std::mt19937 random(7);
+  Tensor weight(DType::kFloat32, kElements), gradient(DType::kFloat32, kElements);
+  Tensor average(DType::kBFloat16, kElements), variance(DType::kBFloat16, kElements);
+  for (std::size_t i = 0; i < kElements; ++i) gradient.set(i, uniform(random, 1, 1.4));
+  UpdateSpans spans;
+  spans.weight.master = weight.data();
+  spans.gradient = gradient.data();
+  spans.moments[0] = {average.data(), DType::kBFloat16};
+  spans.moments[1] = {variance.data(), DType::kBFloat16};
+  spans.rounding = {true, 1, 1};
+  AdamOptions options;
+  options.beta1 = options.beta2 = 0;
+  GetParam().adam(spans, adam_numbers(options, 1), 0, kElements);
+  double differ = 0;
+  for (std::size_t i = 0; i < kElements; ++i) {
+    const double g = gradient.get(i);
+    differ += (average.get(i) > g) != (variance.get(i) > g * g);
+  }
+  EXPECT_NEAR(differ / kElements, 0.5, 0.02);  // a third if one number decided both
+}
+
 TEST_P(StateFormats, StochasticRoundingIsRightOnAverage) {
   constexpr std::size_t kElements = 256;
   constexpr int kSteps = 2000;

@@ -154,18 +154,19 @@ inline double any_value(std::mt19937& random) {
 
 // `scale` is the size of the terms that were added up: float32's error is relative to it. Its smallest number, divided
 // by eps, is the absolute error.
-inline void expect_near(double got, double want, double scale, DType dtype, const std::string& where) {
+template <class Where>  // says in which case, called on failure only
+void expect_near(double got, double want, double scale, DType dtype, const Where& where, const char* what = "") {
   if (std::isnan(want)) {
-    ASSERT_TRUE(std::isnan(got)) << where << ": got " << got << ", want NaN";
+    ASSERT_TRUE(std::isnan(got)) << where() << what << ": got " << got << ", want NaN";
     return;
   }
   if (std::isinf(want)) {
-    ASSERT_EQ(got, want) << where;
+    ASSERT_EQ(got, want) << where() << what;
     return;
   }
   if (std::isinf(got) && std::fabs(want) > 65000 && dtype == DType::kFloat16) return;
   const double allowed = 1.001 * rounding_error(want, dtype) + 2e-6 * scale + 1e-36;
-  ASSERT_LE(std::fabs(got - want), allowed) << where << ": got " << got << ", want " << want;
+  ASSERT_LE(std::fabs(got - want), allowed) << where() << what << ": got " << got << ", want " << want;
 }
 
 class UpdateTest : public ::testing::TestWithParam<UpdateKernels> {
