@@ -118,7 +118,7 @@ def endless(module, _):
 model.model[0].register_forward_pre_hook(endless)
 call()
 """,
-    "failed call": "traps[0].arm('backward', 2, ValueError('late')); call(); time.sleep(0.5)",
+    "failed call": "traps[0].arm('backward', 2, ValueError('late'), sleep_s=0.3); call(); time.sleep(1.0)",
     "another thread": """
 def calls():
     try:
