@@ -14,7 +14,7 @@ from .batch import merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor, host_boundary
 from .call import Call
 from .engine import Engine
-from .errors import RoundPipeError
+from .errors import RoundPipeError, StallError
 from .interrupts import uninterrupted
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
@@ -127,6 +127,11 @@ def abandoned_on_error(call: Call) -> Iterator[None]:
         yield
     except BaseException as error:
         call.abandon(error)
+        # Its jobs stop at their next safe point. Until then a recompute may have the process-wide generator seeded, and
+        # what the caller draws next would be lost. Ctrl-C and a stalled job cannot be waited for.
+        if isinstance(error, Exception) and not isinstance(error, StallError):
+            with contextlib.suppress(StallError):
+                call.wait_jobs()
         raise
 
 
