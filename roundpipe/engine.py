@@ -274,9 +274,23 @@ def check_process() -> None:
         )
 
 
+_FORK_PATIENCE_S = 5.0
+_held_for_fork = threading.local()  # whether the forking thread got the lock
+
+
+def _before_fork() -> None:
+    # Bounded: the layer that holds the lock may itself wait for the process that is being forked (a compiler's pool).
+    _held_for_fork.value = cpu_generator_lock.acquire(timeout=_FORK_PATIENCE_S)
+
+
+def _after_fork() -> None:
+    if _held_for_fork.value:
+        cpu_generator_lock.release()
+
+
 def _after_fork_in_child() -> None:
     global _forked, _engine_lock
-    cpu_generator_lock.release()
+    _after_fork()
     _engine_lock = threading.Lock()
     _forked = _forked or _engine is not None
 
@@ -284,8 +298,8 @@ def _after_fork_in_child() -> None:
 # A child must not inherit the CPU generator in the state that a layer is just using, nor locked (DataLoader workers
 # seed theirs first of all). So a fork waits until no layer holds it.
 os.register_at_fork(
-    before=cpu_generator_lock.acquire,
-    after_in_parent=cpu_generator_lock.release,
+    before=_before_fork,
+    after_in_parent=_after_fork,
     after_in_child=_after_fork_in_child,
 )
 
