@@ -274,7 +274,7 @@ def check_process() -> None:
         )
 
 
-_FORK_PATIENCE_S = 5.0
+_FORK_PATIENCE_S = 1.0
 _held_for_fork = threading.local()  # whether the forking thread got the lock
 
 

@@ -130,6 +130,24 @@ threading.Thread(target=calls, daemon=True).start()
 time.sleep(0.2)
 """,
     "forks": FORKED,
+    "layer that waits for a fork": """
+def forks(*_):
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+handle = model.model[1].register_forward_pre_hook(forks)
+model.eval()
+with torch.no_grad():
+    model(torch.randn(2, WIDTH))
+handle.remove()
+call()
+""",
     "exception of the caller": "call()\nraise ValueError('the caller')",
 }
 
