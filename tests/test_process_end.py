@@ -144,7 +144,7 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded")
 handle = model.model[1].register_forward_pre_hook(forks)
 model.eval()
 with torch.no_grad():
-    model(torch.randn(2, WIDTH))
+    model(torch.randn(6, WIDTH))
 handle.remove()
 call()
 """,
