@@ -220,6 +220,14 @@ class LiveTree:
         return Boundary(self.spec, leaves, list(self.requires_grad))
 
 
+class ArrivingGradients:
+    """What a backward microbatch waits for; ``grads`` None: nothing came, there is nothing to do."""
+
+    def __init__(self, grads: list[Fetch | None] | None, tree: PendingTree | None) -> None:
+        self.grads = grads
+        self.tree = tree
+
+
 def host_boundary(engine: Engine, tree: Any, traffic: Traffic = Traffic.INPUTS) -> Boundary:
     """A boundary from the caller's own tensors, copied into pinned memory now."""
     leaves, spec = pytree.tree_flatten(tree)

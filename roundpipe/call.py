@@ -351,7 +351,7 @@ class Call:
         """Where every job is and the tickets of every unit, for the watchdog."""
         lines = [f"jobs open: {self._open_jobs} of {len(self.jobs)}"]
         lines += [
-            f"  {job.phase.value} stage {job.position}, layers {job.stage.start}-{job.stage.stop - 1}: {job.progress()}"
+            f"  {job.phase.value} stage {job.position}, layers {job.stage.start}-{job.stage.stop - 1}: {job.place}"
             for job in self.jobs
         ]
         lines.append("units: issued (upload, publish, gradient load, write, take), completed (the same)")

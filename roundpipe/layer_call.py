@@ -93,6 +93,15 @@ def enter_graph(live: LiveTree, worker: Worker) -> EntryGrads | None:
     return entry
 
 
+def distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
+    """The tensors of a tree that require grad, each once, in the order of ``enter_graph``."""
+    seen: dict[int, torch.Tensor] = {}
+    for leaf, wanted in zip(live.leaves, live.requires_grad, strict=True):
+        if isinstance(leaf, torch.Tensor) and wanted:
+            seen.setdefault(id(leaf), leaf)
+    return list(seen.values())
+
+
 def _drop(_: torch.Tensor) -> None:
     return None
 

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from . import _ops, layer_call
-from .boundary import Fetch, HostTensor, LiveTree, PendingTree, Traffic
+from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
 from .buffers import LayerBuffers
 from .errors import ConfigError, RoundPipeError
+from .job_place import Place
 from .recompute import RecomputeScope
 from .units import Unit
 
@@ -35,26 +36,6 @@ class Phase(enum.Enum):
     FORWARD = "forward"
     FUSED = "fused"
     BACKWARD = "backward"
-
-
-class Place:
-    """Where a job is, for messages. Apart from the job, because hooks of a graph that a user keeps alive hold it."""
-
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
-        self.microbatch: int | None = None
-        self.layer: int | None = None
-
-    def at(self, phase: str, microbatch: int, layer: int | None) -> None:
-        self.phase, self.microbatch, self.layer = phase, microbatch, layer
-
-    def follow(self, node: Any, layer: int) -> None:
-        """From the moment when backward reaches ``node`` it is in ``layer``."""
-
-        def enters(_: Any) -> None:
-            self.layer = layer
-
-        node.register_prehook(enters)
 
 
 class StageJob:
@@ -81,7 +62,6 @@ class StageJob:
         self._last = False  # the present backward is the last one of this job
         self._hook_failure: BaseException | None = None
         self.place = Place(phase.value)
-        self._state = "queued"  # for the watchdog's dump
         self.device: str | None = None
 
     @property
@@ -106,7 +86,7 @@ class StageJob:
     # -- running -------------------------------------------------------------------------------------------------
     def run(self, worker: Worker) -> None:
         call = self.call
-        self._state = f"on {worker.name}"
+        self.place.state = f"on {worker.name}"
         worker.check = call.check
         worker.parameters.accumulated = self._accumulated
         try:
@@ -132,13 +112,8 @@ class StageJob:
             self._buffers.clear()
             self._gradients.clear()
             worker.check = None
-            self._state = "ended"
+            self.place.state = "ended"
             call.job_finished(self)
-
-    def progress(self) -> str:
-        place = self.place
-        where = f", {place.phase} microbatch {place.microbatch}, layer {place.layer}"
-        return self._state + (where if self._state.startswith("on ") else "")
 
     def _run(self, worker: Worker) -> None:
         for layer in self.stage:
@@ -224,15 +199,15 @@ class StageJob:
             self._deliver(worker, m, stage.start, grads)
         self._hand_over_rest()
 
-    def _arriving(self, worker: Worker, m: int, block: bool) -> _Arriving | None:
+    def _arriving(self, worker: Worker, m: int, block: bool) -> ArrivingGradients | None:
         """Starts a backward microbatch's gradients and, for grain "stage", its input on their way up."""
         came, grads = self.call.gradient(m, self.stage.stop, block)
         if not came:
             return None
         if grads is None:
-            return _Arriving(None, None)
+            return ArrivingGradients(None, None)
         tree = self._inputs(worker, m, block=True) if self.call.grain == "stage" else None
-        return _Arriving([None if g is None else g.fetch(worker) for g in grads], tree)
+        return ArrivingGradients([None if g is None else g.fetch(worker) for g in grads], tree)
 
     def _run_backward(self, worker: Worker) -> None:
         call, stage = self.call, self.stage
@@ -256,7 +231,7 @@ class StageJob:
                 entry = layer_call.enter_graph(live, worker)
                 for layer in stage:
                     live = self._call_layer(worker, m, layer, live, recomputing=True, saves_graph=True)
-                outs = _distinct_tensors(live)
+                outs = layer_call.distinct_tensors(live)
                 del live
                 grads = self._backward(worker, m, outs, grads, entry, stage)
                 del outs
@@ -276,7 +251,7 @@ class StageJob:
                 pending = self._saved(worker, m, layer - 1) if layer - 1 in layers else None
                 entry = layer_call.enter_graph(live, worker)
                 live = self._call_layer(worker, m, layer, live, recomputing=True, saves_graph=True)
-                outs = _distinct_tensors(live)
+                outs = layer_call.distinct_tensors(live)
                 del live
                 grads = self._backward(worker, m, outs, grads, entry, range(layer, layer + 1))
                 del outs
@@ -518,20 +493,3 @@ class StageJob:
         if grads is not None and (layer > 0 or self.call.wants_input_grads):
             down = [None if g is None else HostTensor.stash(worker, g, Traffic.ACTIVATIONS) for g in grads]
         self.call.put_gradient(m, layer, down)
-
-
-class _Arriving:
-    """What a backward microbatch waits for; ``grads`` None: nothing came, there is nothing to do."""
-
-    def __init__(self, grads: list[Fetch | None] | None, tree: PendingTree | None) -> None:
-        self.grads = grads
-        self.tree = tree
-
-
-def _distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
-    """The tensors of a tree that require grad, each once, in the order of ``enter_graph``."""
-    seen: dict[int, torch.Tensor] = {}
-    for leaf, wanted in zip(live.leaves, live.requires_grad, strict=True):
-        if isinstance(leaf, torch.Tensor) and wanted:
-            seen.setdefault(id(leaf), leaf)
-    return list(seen.values())

@@ -1,0 +1,30 @@
+"""Where a job is at the moment, for the messages of failures and of the watchdog."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Place:
+    """Where a job is, for messages. Apart from the job, because hooks of a graph that a user keeps alive hold it."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        self.microbatch: int | None = None
+        self.layer: int | None = None
+        self.state = "queued"
+
+    def at(self, phase: str, microbatch: int, layer: int | None) -> None:
+        self.phase, self.microbatch, self.layer = phase, microbatch, layer
+
+    def follow(self, node: Any, layer: int) -> None:
+        """From the moment when backward reaches ``node`` it is in ``layer``."""
+
+        def enters(_: Any) -> None:
+            self.layer = layer
+
+        node.register_prehook(enters)
+
+    def __str__(self) -> str:
+        where = f", {self.phase} microbatch {self.microbatch}, layer {self.layer}"
+        return self.state + (where if self.state.startswith("on ") else "")
