@@ -1,6 +1,8 @@
 #include "core/activation_store.h"
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -29,6 +31,9 @@ void check_ranges(const char* call, const std::vector<DeviceBytes>& ranges) {
 }  // namespace
 
 struct ActivationStore::State {
+  State(std::shared_ptr<HostArena> arena_, HappensBefore* checker_, std::size_t max_outstanding_bytes_)
+      : arena(std::move(arena_)), checker(checker_), max_outstanding_bytes(max_outstanding_bytes_) {}
+
   const std::shared_ptr<HostArena> arena;
   HappensBefore* const checker;
   const std::size_t max_outstanding_bytes;
@@ -39,19 +44,56 @@ struct ActivationStore::State {
   }
 
   // The framework hands the same addresses out again and again without our seeing it, in the order of its compute
-  // stream: what was done to them before belongs to other tensors.
+  // stream: what was done to them before belongs to other tensors. Except where a download still reads: it holds its
+  // tensors, so these bytes live on, and a second tensor there is a view of the first.
   void begin_life(Device& device, Stream& compute, const std::vector<DeviceBytes>& ranges, const char* what) {
     if (checker == nullptr) return;
+    std::lock_guard lock(reading_mutex);
+    std::erase_if(reading, [](const Reading& read) { return read.download->complete(); });
     for (const DeviceBytes& range : ranges) {
-      checker->fresh(range.data, range.bytes);
-      device.declare(compute, Access::kWrite, range.data, range.bytes, what);
+      char* at = static_cast<char*>(range.data);
+      char* const end = at + range.bytes;
+      for (const Reading& read : reading) {  // ascending
+        if (read.end <= at || read.begin >= end) continue;
+        live_from(device, compute, at, read.begin, what);
+        at = read.end;
+      }
+      live_from(device, compute, at, end, what);
     }
   }
+
+  void reads(const std::vector<DeviceBytes>& sources, const std::shared_ptr<Handover>& download) {
+    if (checker == nullptr) return;
+    std::lock_guard lock(reading_mutex);
+    for (const DeviceBytes& source : sources) {
+      char* const begin = static_cast<char*>(source.data);
+      const auto place =
+          std::find_if(reading.begin(), reading.end(), [&](const Reading& r) { return r.begin > begin; });
+      reading.insert(place, {begin, begin + source.bytes, download});
+    }
+  }
+
+ private:
+  struct Reading {
+    char* begin;
+    char* end;
+    std::shared_ptr<Handover> download;
+  };
+
+  void live_from(Device& device, Stream& compute, char* begin, char* end, const char* what) {
+    if (begin >= end) return;
+    const auto bytes = static_cast<std::size_t>(end - begin);
+    checker->fresh(begin, bytes);
+    device.declare(compute, Access::kWrite, begin, bytes, what);
+  }
+
+  std::mutex reading_mutex;      // guards `reading`: devices' workers stash at the same time
+  std::vector<Reading> reading;  // sources of downloads under way, by address; only with a checker
 };
 
 ActivationStore::ActivationStore(std::shared_ptr<HostArena> arena, HappensBefore* checker,
                                  std::size_t max_outstanding_bytes)
-    : state_(std::make_shared<State>(State{std::move(arena), checker, max_outstanding_bytes})) {
+    : state_(std::make_shared<State>(std::move(arena), checker, max_outstanding_bytes)) {
   RP_REQUIRE(state_->arena != nullptr, "activation store: the arena is null");
   RP_REQUIRE(max_outstanding_bytes > 0, "activation store: max_outstanding_bytes must be at least 1");
 }
@@ -77,7 +119,9 @@ std::shared_ptr<Record> ActivationStore::stash(Device& device, TransferEngine& e
   request.before = [&device, computed](Stream& download) { device.wait(download, *computed); };
   request.keep_alive =
       std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<Record>>>(std::move(keep_alive), record);
-  record->set_download(engine.submit(std::move(request), state_->max_outstanding_bytes));
+  std::shared_ptr<Handover> download = engine.submit(std::move(request), state_->max_outstanding_bytes);
+  state_->reads(sources, download);
+  record->set_download(std::move(download));
   return record;
 }
 

@@ -290,6 +290,26 @@ TEST_F(ActivationStoreTest, RecycledDeviceMemoryIsNotMistakenForARace) {
   EXPECT_EQ(reports(), kSilent);
 }
 
+TEST_F(ActivationStoreTest, ViewsOfOneTensorAreStashedAtTheSameTime) {
+  for (std::size_t i = 0; i < 20; ++i) {
+    const auto whole = Tensors::filled({400}, i);
+    unsigned char* const data = whole->data[0].data();
+    const auto gate = block(0, Direction::kDeviceToHost);
+    std::vector<std::shared_ptr<Record>> records;
+    const std::vector<DeviceBytes> views{{data, 400}, {data, 400}, {data + 100, 50}, {data + 4, 396}, {data, 8}};
+    for (const DeviceBytes& view : views) {
+      records.push_back(
+          store->stash(backend->device(0), *engines[0], *compute[0], {view}, Traffic::kActivations, whole));
+    }
+    release(0, *gate);
+    for (std::size_t v = 0; v < views.size(); ++v) {
+      ASSERT_TRUE(records[v]->wait_host(kLong));
+      EXPECT_EQ(std::memcmp(records[v]->host(0), views[v].data, views[v].bytes), 0);
+    }
+  }
+  EXPECT_EQ(reports(), kSilent);
+}
+
 TEST_F(ActivationStoreTest, AFailureOfAnyCopyReachesWhoDependsOnIt) {
   const auto message = [](const std::function<bool()>& call) -> std::string {
     try {
