@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("ROUNDPIPE_CHECK", "1")
 os.environ.setdefault("ROUNDPIPE_STALL_SECONDS", "120")
@@ -11,6 +12,10 @@ from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# A shell starts its background jobs with Ctrl-C ignored, and so would we and every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRE_CUDA = os.environ.get("ROUNDPIPE_REQUIRE_CUDA") == "1"
 
