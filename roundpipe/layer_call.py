@@ -161,13 +161,17 @@ def call_layer(
     ambient: Ambient,
     scope: recompute.RecomputeScope,
     seeds: bool,
-    attributes: Attributes | None,
+    layer: int,
+    noted: dict[int, Attributes],
+    notes: bool,
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
     A tensor passed through unchanged keeps its place on the host. ``first``: the tree is ``(args, kwargs)`` of the
-    model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``. ``attributes``:
-    those of the forward that is repeated.
+    model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``. ``noted``: by
+    layer, the attributes that a recompute sees and assigns; this forward enters them if ``notes``. Until then the
+    caller waits, so the host module's own are the right ones. Looked up and entered under the lock under which they
+    are assigned: the last forward and the first recompute may be on two devices at the same time.
     """
     if not scope.recomputing:
         facts.see_mode(replica.layer.training)
@@ -183,8 +187,11 @@ def call_layer(
             return replica.root(live.value())
 
     with run_under_lock(worker):
+        attributes = noted.get(layer) if scope.recomputing else None
         out, drew = call_seeded(worker, facts, seed, ambient, run, seeds)
         replica.push(attributes)
+        if notes:
+            noted[layer] = replica.attributes()
 
     written = any(t._version != v for t, v in zip(inputs, versions, strict=True))
     if written or facts.writes_input is None:

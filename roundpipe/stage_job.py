@@ -306,14 +306,13 @@ class StageJob:
                 ambient=call.ambient,
                 scope=scope,
                 seeds=not recomputing or (m, layer) in call.drew,
-                attributes=call.attributes.get(layer) if recomputing else None,
+                layer=layer,
+                noted=call.attributes,
+                notes=will_recompute and m == call.num_microbatch - 1,
             )
             buffers.note_silent_writes()
-        if will_recompute:
-            if drew:
-                call.drew.add((m, layer))
-            if m == call.num_microbatch - 1:
-                call.attributes[layer] = replica.attributes()
+        if will_recompute and drew:
+            call.drew.add((m, layer))
         if saves_graph:
             for leaf in live.leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.grad_fn not in entered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import StageError
+from roundpipe.replica import LayerReplica
 
 from . import oracle
 from .faults import Trapped, five_layer_plan, trapped_model
@@ -117,6 +119,33 @@ def test_attributes_assigned_in_a_forward_are_seen_on_the_host_module() -> None:
     wrapped.forward_backward((x,), loss_fn=square, run_config=config(3))
     wrapped.synchronize()
     assert layer.calls == 13 and layer.runs == 12  # with those of recompute
+
+
+def test_no_assignment_is_lost_where_the_last_forward_meets_the_first_recompute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The note of the attributes that recompute sees takes long; other devices recompute early microbatches then."""
+
+    def late(self: LayerReplica) -> Any:
+        found = note(self)
+        time.sleep(0.25 if isinstance(self.layer, Counts) else 0)
+        return found
+
+    note = LayerReplica.attributes
+    monkeypatch.setattr(LayerReplica, "attributes", late)
+    model = nn.Sequential(nn.Linear(6, 8), Counts(), nn.Linear(8, 4))
+    wrapped = RoundPipe(model)
+    plan = ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = [range(0, 2)], [range(2, 3), range(0, 2)]
+    settings = RoundPipeRunConfig(num_microbatch=6, execute_plan=plan)
+
+    def slow(out: torch.Tensor, label: Any) -> torch.Tensor:
+        time.sleep(0.1)  # some recomputes come while the note is taken, some after it
+        return square(out, label)
+
+    wrapped.forward_backward((torch.randn(12, 6),), loss_fn=slow, run_config=settings)
+    wrapped.synchronize()
+    assert model[1].calls == 6 and model[1].runs == 12
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
