@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from roundpipe import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.models.function import causal_lm_loss
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -31,6 +32,8 @@ class Dimensions:
     mlp: int
     vocabulary: int
     tied: bool
+    experts: int = 0  # 0: one dense MLP of width `mlp`; else as many of that width
+    experts_per_token: int = 0
 
 
 MODELS = {
@@ -43,6 +46,18 @@ MODELS = {
     ),
     "q4": Dimensions(
         hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, vocabulary=151_936, tied=True
+    ),
+    "moe": Dimensions(
+        hidden=2048,
+        layers=16,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        mlp=768,
+        vocabulary=151_936,
+        tied=True,
+        experts=32,
+        experts_per_token=4,
     ),
     "l8": Dimensions(
         hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocabulary=128_256, tied=False
@@ -74,6 +89,41 @@ class Embedding(nn.Module):
         return hidden, angle_SD.cos().to(hidden.dtype), angle_SD.sin().to(hidden.dtype), labels_BS
 
 
+class Experts(nn.Module):
+    """Each token goes through the experts that the router scores highest, weighed by normalised scores.
+
+    The chosen experts are kept for recompute, so that its rounding cannot route a token elsewhere.
+    """
+
+    def __init__(self, dims: Dimensions) -> None:
+        super().__init__()
+        self.count, self.chosen = dims.experts, dims.experts_per_token
+        self.router = nn.Linear(dims.hidden, dims.experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(dims.experts, 2 * dims.mlp, dims.hidden))
+        self.down = nn.Parameter(torch.empty(dims.experts, dims.hidden, dims.mlp))
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        x_TH = x_BSH.flatten(0, 1)
+        scores_TE = self.router(x_TH).float().softmax(-1)
+        if doing_recompute():
+            (expert_TC,) = get_recompute_data()
+        else:
+            expert_TC = scores_TE.topk(self.chosen, dim=-1).indices
+            save_for_recompute(expert_TC)
+        weight_TC = scores_TE.gather(1, expert_TC)
+        weight_TC = (weight_TC / weight_TC.sum(-1, keepdim=True)).to(x_TH.dtype)
+        order = expert_TC.flatten().argsort(stable=True)  # pairs (token, choice), by expert
+        pairs = x_TH.index_select(0, order // self.chosen)
+        sizes = torch.bincount(expert_TC.flatten(), minlength=self.count).tolist()
+        parts = []
+        for part, gate_up, down in zip(pairs.split(sizes), self.gate_up, self.down, strict=True):
+            gate, up = F.linear(part, gate_up).chunk(2, dim=-1)
+            parts.append(F.linear(F.silu(gate) * up, down))
+        weighed = torch.cat(parts) * weight_TC.flatten()[order].unsqueeze(-1)
+        unsorted = torch.empty_like(weighed).index_copy(0, order, weighed)
+        return unsorted.view(*expert_TC.shape, -1).sum(1).view_as(x_BSH)
+
+
 class Block(nn.Module):
     """RMSNorm, grouped-query attention with normed queries and keys, RMSNorm, SwiGLU."""
 
@@ -88,16 +138,20 @@ class Block(nn.Module):
         self.k_norm = nn.RMSNorm(dims.head_dim, eps=1e-6)
         self.o = nn.Linear(dims.heads * dims.head_dim, dims.hidden, bias=False)
         self.mlp_norm = nn.RMSNorm(dims.hidden, eps=1e-6)
-        self.gate = nn.Linear(dims.hidden, dims.mlp, bias=False)
-        self.up = nn.Linear(dims.hidden, dims.mlp, bias=False)
-        self.down = nn.Linear(dims.mlp, dims.hidden, bias=False)
+        if dims.experts:
+            self.experts = Experts(dims)
+        else:
+            self.gate = nn.Linear(dims.hidden, dims.mlp, bias=False)
+            self.up = nn.Linear(dims.hidden, dims.mlp, bias=False)
+            self.down = nn.Linear(dims.mlp, dims.hidden, bias=False)
+        self.dense = not dims.experts
 
     def forward(self, state: State) -> State:
         hidden, cos, sin, labels = state
         hidden = hidden + self._attention(self.attention_norm(hidden), cos, sin)
         normed = self.mlp_norm(hidden)
-        hidden = hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return hidden, cos, sin, labels
+        mixed = self.down(F.silu(self.gate(normed)) * self.up(normed)) if self.dense else self.experts(normed)
+        return hidden + mixed, cos, sin, labels
 
     def _attention(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         shape = (*x_BSH.shape[:2], -1, self.head_dim)
@@ -140,6 +194,29 @@ def build(
     if dims.tied:
         head.projection.weight = embedding.tokens.weight
     return model
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus a trained product of two thin ones; the second starts at zero."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        like = dict(dtype=base.weight.dtype)
+        self.a = nn.Parameter(torch.empty(rank, base.in_features, **like).normal_(0, base.in_features**-0.5))
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank, **like))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+def add_lora(model: nn.Sequential, rank: int) -> None:
+    """Freezes the model; every linear layer of its blocks gets an adapter."""
+    model.requires_grad_(False)
+    for block in model[1:-1]:
+        for name, child in list(block.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(block, name, LoraLinear(child, rank))
 
 
 def random_batch(dims: Dimensions, rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,14 @@ __all__ = ["Device", "DeviceSpec", "active_spec", "devices", "on_change", "parse
 
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_DEVICES"
 
-_FORMS = '"cuda" (all visible GPUs), "cuda:0,cuda:1", "host:4" (simulated devices), "host:2@512MiB" (memory of each)'
+_FORMS = (
+    '"cuda" (all visible GPUs), "cuda:0,cuda:1", "cuda:0*2" (two logical devices on one GPU), "host:4" (simulated '
+    'devices), "host:2@512MiB" (memory of each)'
+)
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _HOST = re.compile(r"host(?::(?P<count>\d+))?(?:@(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]+))?", re.ASCII)
 _MAX_HOST_DEVICES = 256  # each one has threads of its own: a larger number is a slip of the pen
+_MAX_LOGICAL_DEVICES = 16  # on one GPU
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class DeviceSpec:
     Attributes:
         kind: ``"cuda"`` or ``"host"``.
         ordinals: CUDA ordinals as PyTorch counts them (``CUDA_VISIBLE_DEVICES`` applied), or 0..n-1 of simulated
-            devices. Empty: all visible GPUs, not yet looked up.
+            devices. A GPU that stands for several logical devices is there several times. Empty: all visible GPUs, not
+            yet looked up.
         memory_limit_bytes: memory of each simulated device; None: no limit of its own.
     """
 
@@ -53,6 +58,7 @@ class Device:
         index: position among the engine's devices, 0..n-1.
         ordinal: CUDA ordinal, or ``index`` for a simulated device.
         memory_limit_bytes: memory of a simulated device; None: no limit of its own, or a GPU.
+        sharers: logical devices on the same GPU, this one included.
     """
 
     device: torch.device
@@ -60,6 +66,7 @@ class Device:
     index: int
     ordinal: int
     memory_limit_bytes: int | None = None
+    sharers: int = 1
 
     @property
     def name(self) -> str:
@@ -69,12 +76,13 @@ class Device:
     @property
     def memory_bytes(self) -> int | None:
         """Memory this process may use on the device: a GPU's size under the cap of
-        ``torch.cuda.set_per_process_memory_fraction``, or a simulated device's limit (None: no limit).
+        ``torch.cuda.set_per_process_memory_fraction``, or a simulated device's limit (None: no limit). Logical devices
+        on one GPU share it evenly.
         """
         if self.kind == "host":
             return self.memory_limit_bytes
         total: int = torch.cuda.get_device_properties(self.ordinal).total_memory
-        return int(total * torch.cuda.get_per_process_memory_fraction(self.ordinal))
+        return int(total * torch.cuda.get_per_process_memory_fraction(self.ordinal)) // self.sharers
 
 
 on_change: list[Callable[[DeviceSpec | None], None]] = []
@@ -115,13 +123,15 @@ def parse_devices(spec: str, *, source: str = "devices") -> DeviceSpec:
         return DeviceSpec("cuda", ())
     ordinals: list[int] = []
     for item in (part.strip() for part in text.split(",")):
-        match = re.fullmatch(r"cuda:(\d+)", item, re.ASCII)
+        match = re.fullmatch(r"cuda:(\d+)(?:\*(\d+))?", item, re.ASCII)
         if match is None:
             raise _refuse(spec, source, f"{item!r} is not a device")
-        ordinal = int(match[1])
+        ordinal, logical = int(match[1]), int(match[2] or 1)
         if ordinal in ordinals:
             raise _refuse(spec, source, f"cuda:{ordinal} is named twice")
-        ordinals.append(ordinal)
+        if not 1 <= logical <= _MAX_LOGICAL_DEVICES:
+            raise _refuse(spec, source, f"{logical} logical devices; a GPU can stand for 1 to {_MAX_LOGICAL_DEVICES}")
+        ordinals += [ordinal] * logical
     return DeviceSpec("cuda", tuple(ordinals))
 
 
@@ -208,6 +218,7 @@ def devices() -> list[Device]:
             index,
             ordinal,
             spec.memory_limit_bytes,
+            spec.ordinals.count(ordinal),
         )
         for index, ordinal in enumerate(spec.ordinals)
     ]
@@ -217,8 +228,9 @@ def use_devices(spec: str | None) -> None:
     """Chooses the devices for everything that starts after this call; nothing is waited for.
 
     Args:
-        spec: ``"cuda"``, ``"cuda:0,cuda:1"``, ``"host:4"``, ``"host:2@512MiB"``; None goes back to the default
-            (``ROUNDPIPE_DEVICES``, all GPUs, or one simulated device).
+        spec: ``"cuda"``, ``"cuda:0,cuda:1"``, ``"cuda:0*2"``, ``"host:4"``, ``"host:2@512MiB"``; None goes back to the
+            default (``ROUNDPIPE_DEVICES``, all GPUs, or one simulated device). Logical devices let one GPU run what
+            is written for several; each has a share of its memory.
 
     Raises:
         ConfigError, ConfigTypeError: the string cannot be read, or names GPUs that are not there; nothing has changed.

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Covers the process-wide CPU generator, and with it all layer compute on simulated devices: a layer draws from the
 # state derived for it, and nobody may draw in between.
 cpu_generator_lock = threading.RLock()
+_unshared = contextlib.nullcontext()
 
 
 class Runnable(Protocol):
@@ -41,6 +42,10 @@ class Worker:
         self.device = device
         self.simulated = device.type == "cpu"
         self.name = devices()[index].name
+        # Held while a layer computes, where devices share a generator that layers draw from.
+        self.compute_lock: contextlib.AbstractContextManager[Any] = (
+            cpu_generator_lock if self.simulated else engine.gpu_locks.get(device, _unshared)
+        )
         self.parameters = DeviceParameters(device)
         self.anchor = torch.zeros((), device=device, requires_grad=True)  # makes stage entries part of a graph
         self.stream = None if self.simulated else torch.cuda.Stream(device)
@@ -140,6 +145,7 @@ class Engine:
         self._next = 0
         self.calls_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.gpu_locks = {d.device: threading.RLock() for d in found if d.kind == "cuda" and d.sharers > 1}
         self.workers = [Worker(self, i, d.device) for i, d in enumerate(found)]
         self.closed = False
 
@@ -324,11 +330,6 @@ def current() -> Engine:
             _engine = None
         _engine = Engine(spec)
         return _engine
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _at_exit() -> None:

@@ -118,11 +118,6 @@ def discard_saved() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_drop, _unavailable)
 
 
-def run_under_lock(worker: Worker) -> contextlib.AbstractContextManager[Any]:
-    """Simulated devices compute under the lock that covers the CPU generator."""
-    return cpu_generator_lock if worker.simulated else contextlib.nullcontext()
-
-
 def call_seeded(
     worker: Worker,
     facts: LayerFacts,
@@ -186,7 +181,7 @@ def call_layer(
                 return replica.root(*args, **kwargs)
             return replica.root(live.value())
 
-    with run_under_lock(worker):
+    with worker.compute_lock:
         attributes = noted.get(layer) if scope.recomputing else None
         out, drew = call_seeded(worker, facts, seed, ambient, run, seeds)
         replica.push(attributes)

@@ -326,7 +326,7 @@ class StageJob:
         call = self.call
         self.place.at(self.phase.value, m, None)
         out = live.value()
-        with layer_call.run_under_lock(worker):
+        with worker.compute_lock:
             value, _ = layer_call.call_seeded(
                 worker,
                 call.loss_facts,
@@ -414,7 +414,7 @@ class StageJob:
         fused_loss = self.phase is Phase.FUSED and all(g is None for g in grads)
         pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and (g is not None or fused_loss)]
         if pairs:
-            with layer_call.run_under_lock(worker):
+            with worker.compute_lock:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if self._hook_failure is not None:
             raise self._hook_failure

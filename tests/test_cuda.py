@@ -1,4 +1,4 @@
-"""Parity on a real GPU: the same cases as on simulated devices, against a plain loop on that GPU."""
+"""Parity on real GPUs: the same cases as on simulated devices, against a plain loop on the first GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ pytestmark = pytest.mark.needs_cuda
 TOLERANCE = 2e-6
 
 
-@pytest.fixture(autouse=True)
-def on_gpu() -> None:
-    roundpipe.use_devices("cuda:0")
+# One GPU, two logical devices on it, and every GPU there is.
+@pytest.fixture(autouse=True, params=["cuda:0", "cuda:0*2", pytest.param("cuda", marks=pytest.mark.needs_multi_gpu)])
+def on_gpu(request: pytest.FixtureRequest) -> None:
+    roundpipe.use_devices(request.param)
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
 

@@ -108,7 +108,9 @@ def test_wrong_options_are_explained(options, message, examples_path, capsys):
     assert written.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "step_time"])
+@pytest.mark.parametrize(
+    "name", ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "scaling", "step_time", "workers"]
+)
 def test_benchmarks_import_and_say_what_they_ask(name, examples_path):
     module = __import__(name)
     assert module.__doc__
@@ -156,3 +158,66 @@ def test_benchmark_model_has_the_sizes_of_the_workloads(examples_path):
     for layer in model[1:]:
         state = layer(state)
     assert state.item() == pytest.approx(torch.tensor(1024.0).log().item(), abs=0.3)
+
+
+def test_scaling_compares_devices_bit_for_bit(examples_path, tmp_path):
+    import json
+
+    import scaling
+
+    import roundpipe
+
+    options = ["--workloads", "tiny", "--devices", "host", "--counts", "1,3", "--iterations", "1", "--warmup", "1"]
+    try:
+        assert scaling.main([*options, "--results", str(tmp_path)]) == 0
+    finally:
+        roundpipe.use_devices(None)
+    (path,) = tmp_path.iterdir()
+    result = json.loads(path.read_text())["results"]["tiny"]
+    assert result["losses_equal"] and [row["devices"] for row in result["strong"]] == [1, 3]
+    one, three = result["strong"]
+    for row in (one, three):
+        assert set(row["workers"]) == {str(i) for i in range(row["devices"])}
+        assert all(0 <= w["gil_wait_share"] < 1 and w["cpu_s"] > 0 for w in row["workers"].values())
+    # The same plan moves the same bytes, on however many links.
+    for name, total in one["link_bytes"][0].items():
+        assert sum(link[name] for link in three["link_bytes"]) == total, name
+    assert one["link_bytes"][0]["up_weights"] > 0
+
+
+def test_expert_and_adapter_layers_of_the_benchmarks(examples_path):
+    from dataclasses import replace
+
+    import torch
+    import torch.nn.functional as F
+    from models import MODELS, Experts, LoraLinear, add_lora, build, random_batch
+
+    dims = replace(MODELS["tiny"], mlp=48, experts=5, experts_per_token=2)
+    experts = Experts(dims)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 7, dims.hidden)
+    want = torch.zeros(14, dims.hidden)
+    scores = experts.router(x.flatten(0, 1)).softmax(-1)
+    for token in range(14):
+        best = scores[token].topk(2)
+        for share, expert in zip(best.values / best.values.sum(), best.indices, strict=True):
+            gate, up = F.linear(x.flatten(0, 1)[token], experts.gate_up[expert]).chunk(2)
+            want[token] += share * F.linear(F.silu(gate) * up, experts.down[expert])
+    torch.testing.assert_close(experts(x).flatten(0, 1), want)
+
+    model = build(MODELS["tiny"], dtype=torch.float32)
+    batch = random_batch(MODELS["tiny"], 2, 8)
+
+    def loss():
+        state = model[0](*batch)
+        for layer in model[1:]:
+            state = layer(state)
+        return state
+
+    before = loss()
+    add_lora(model, rank=4)
+    assert torch.equal(loss(), before), "an adapter starts at zero"
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(name.endswith((".a", ".b")) for name in trained)
+    assert sum(isinstance(m, LoraLinear) for m in model.modules()) == 7 * MODELS["tiny"].layers
