@@ -263,6 +263,11 @@ def record_host(record: int) -> list[Tensor]:
     return _call("record_host", record)
 
 
+def record_memory(record: int) -> list[Tensor]:
+    """The tensors of ``record_host`` before their bytes have come; nobody may read them before ``record_wait``."""
+    return _call("record_memory", record)
+
+
 def record_drop(record: int) -> None:
     """Ends the handle; the memory goes when its last reader has."""
     _call("record_drop", record)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .boundary import Boundary, HostTensor, Traffic
+from .caller_tensors import handed_out
 from .interrupts import uninterrupted
 
 if TYPE_CHECKING:
@@ -101,10 +102,14 @@ class LaterBackward:
             down = []
             for wanted in self._wanted:
                 found = [next(arrived) for _ in wanted]
-                host = [None if g is None else HostTensor.from_host(call.engine, g, Traffic.ACTIVATIONS) for g in found]
+                host = [None if g is None else self._host_tensor(g) for g in found]
                 down.append(host if any(g is not None for g in host) else None)
             with abandoned_on_error(call):
                 return self._run(down)
+
+    def _host_tensor(self, gradient: torch.Tensor) -> HostTensor:
+        source = handed_out.source(gradient, self.call.engine)
+        return HostTensor.from_host(self.call.engine, gradient, Traffic.ACTIVATIONS) if source is None else source
 
     def _run(self, grads: list[list[HostTensor | None] | None]) -> list[torch.Tensor | None]:
         from .runs import input_grads
@@ -115,10 +120,12 @@ class LaterBackward:
             state.window.calls.append(call)
             state.began(call)
         call.dispatch_backward(state.window, predecessor, grads)
-        if call.wants_input_grads or call.drew:
+        if call.drew:  # layers will draw again, from a generator that the caller uses too
             call.wait_jobs()
-            if call.error is not None:
-                state.raise_failures()
+        elif call.wants_input_grads:
+            call.wait_for(call.has_input_gradients, "the gradients of the inputs")
+        if call.error is not None and (call.drew or call.wants_input_grads):
+            state.raise_failures()
         result: list[torch.Tensor | None] = []
         for microbatch, inputs in enumerate(self.inputs):
             result += input_grads(state, call, microbatch, inputs) if inputs else []

@@ -91,6 +91,10 @@ class HostTensor:
         flat = _ops.record_host(self.record)[0]
         return flat.permute(_inverse(self.order))
 
+    def memory(self) -> torch.Tensor:
+        """As ``host()``, for a tensor that nobody reads before ``wait()``."""
+        return _ops.record_memory(self.record)[0].permute(_inverse(self.order))
+
     def order_after_read(self, worker: Worker) -> None:
         """What ``worker`` computes next may overwrite the tensor that was stashed from its device."""
         if not self.on_host:
@@ -226,21 +230,3 @@ class ArrivingGradients:
     def __init__(self, grads: list[Fetch | None] | None, tree: PendingTree | None) -> None:
         self.grads = grads
         self.tree = tree
-
-
-def host_boundary(engine: Engine, tree: Any, traffic: Traffic = Traffic.INPUTS) -> Boundary:
-    """A boundary from the caller's own tensors, copied into pinned memory now."""
-    leaves, spec = pytree.tree_flatten(tree)
-    made: dict[int, HostTensor] = {}
-    out: list[Any] = []
-    grads = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in made:
-                made[id(leaf)] = HostTensor.from_host(engine, leaf, traffic)
-            out.append(made[id(leaf)])
-            grads.append(leaf.requires_grad)
-        else:
-            out.append(leaf)
-            grads.append(False)
-    return Boundary(spec, out, grads)

@@ -237,6 +237,16 @@ class Call:
         with self._mutex:
             return self._boundaries.pop((microbatch, layer))
 
+    def is_saved(self, host: HostTensor) -> bool:
+        """Whether a job that is still to come starts from this tensor."""
+        with self._mutex:
+            return any(leaf is host for boundary in self._boundaries.values() for leaf in boundary.leaves)
+
+    def has_input_gradients(self) -> bool:
+        """Whether every microbatch's gradients of the call's inputs are known (or known to be none)."""
+        with self._mutex:
+            return all((m, 0) in self._gradients for m in range(self.num_microbatch))
+
     def forward_done(self) -> bool:
         """Whether every forward and the fused job have ended, so that outputs and buffers are complete."""
         return self._open_forward == 0

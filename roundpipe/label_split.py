@@ -34,10 +34,14 @@ def split_label(
     """
     found = leaves(label, "label", None if callable(spec) and not is_replicate(spec) else spec)
     reject_hidden_tensors(found)
+    by_function = callable(spec) and not is_replicate(spec) and num_microbatch > 1
+    for leaf in found:
+        if isinstance(leaf.value, RoundPipePackedData) and len(leaf.value) != num_microbatch and not by_function:
+            raise SplitError(f"{leaf.name} is packed in {len(leaf.value)} microbatches, the inputs in {num_microbatch}")
     if num_microbatch == 1:
         columns = [divide(leaf, None, 1, None) for leaf in found]
         return [pytree.tree_unflatten([column[0] for column in columns], structure(label))]
-    if callable(spec) and not is_replicate(spec):
+    if by_function:
         made = spec(label, num_microbatch)
         check_list(made, num_microbatch, "split_label's function", "labels")
         for i, piece in enumerate(made):
@@ -70,8 +74,6 @@ def split_label(
             raise SplitError(
                 f"{leaf.name} has size {rows_of(leaf, dim)} on dim {dim}, too small for {num_microbatch} microbatches"
             )
-        if isinstance(leaf.value, RoundPipePackedData) and len(leaf.value) != num_microbatch:
-            raise SplitError(f"{leaf.name} is packed in {len(leaf.value)} microbatches, the inputs in {num_microbatch}")
         columns.append(divide(leaf, dim, num_microbatch, None))
     tree = structure(label)
     return [pytree.tree_unflatten([column[i] for column in columns], tree) for i in range(num_microbatch)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,8 @@ from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
+from .ownership import owners
+from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState
 
@@ -40,7 +41,8 @@ class RoundPipe(nn.Module):
         model_run_config: defaults for every call.
         pin_model: "alloc" (weights are copied, layer by layer, into exact-size pinned memory).
 
-    Attributes that the wrapper does not have are read, written and deleted on the wrapped model.
+    Attributes that the wrapper does not have are read, written and deleted on the wrapped model. Wrapping the same
+    model again, as a notebook cell does that is run twice, ends the wrapper before: using that one is an error then.
 
     Raises:
         ConfigError, ConfigTypeError: the model or an argument cannot be used; the message says what to do.
@@ -69,14 +71,16 @@ class RoundPipe(nn.Module):
         layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else [model]
         if not layers:
             raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
-        _claim(model, layers, self)
+        _refuse_wrapped(layers)
+        refuse_several_processes()
         own = self.__dict__
+        own["name"] = name if name is not None else _call_site()
+        owners.claim([(f"{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()], self)
         own["_lock"] = threading.RLock()  # one call at a time takes tickets and changes the window
         own["_state"] = TrainingState(layers, optim_dtype, engines.current())
         own["_config"] = config
         own["layers"] = layers
         own["num_layers"] = len(layers)
-        own["name"] = name if name is not None else _call_site()
         own["original_model"] = None
         own["training"] = model.training
         self._modules["model"] = model
@@ -227,6 +231,13 @@ class RoundPipe(nn.Module):
             )
         return self._lock  # type: ignore[no-any-return]
 
+    def retire(self, successor: str) -> None:
+        """Called when the model was wrapped again, after ``synchronize``; see Note [Takeover] in ownership.py."""
+        with self._entered():
+            self.zero_grad()
+            self._state.generation += 1  # a backward that is still to come would work on weights of nobody
+            self.__dict__["_state"] = _Retired(self.name, successor)
+
     def _naming_model(self) -> nn.Module:
         original = self.original_model
         return self.model if original is None else original  # type: ignore[no-any-return]
@@ -343,27 +354,26 @@ class RoundPipe(nn.Module):
         )
 
 
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[RoundPipe]] = weakref.WeakKeyDictionary()
-_owners_lock = threading.Lock()  # covers the claim of modules by wrappers
-
-
-def _claim(model: nn.Module, layers: list[nn.Module], wrapper: RoundPipe) -> None:
-    """Two living wrappers may not share a module with parameters: each would think the weights its own."""
-    with _owners_lock:
-        for module in [model, *(m for layer in layers for m in layer.modules())]:
+def _refuse_wrapped(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        for module in layer.modules():
             if isinstance(module, RoundPipe):
                 raise ConfigError(
                     f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first"
                 )
-            known = _owners.get(module)
-            owner = known() if known is not None else None
-            if owner is not None and any(True for _ in module.parameters(recurse=False)):
-                raise ConfigError(
-                    f"{type(module).__name__} is already part of the living wrapper {owner.name!r}; use that one, or "
-                    "delete it before wrapping the module again."
-                )
-        for module in [model, *(m for layer in layers for m in layer.modules())]:
-            _owners[module] = weakref.ref(wrapper)
+
+
+class _Retired:
+    """In the place of the state of a wrapper whose weights another one has taken over."""
+
+    def __init__(self, name: str, successor: str) -> None:
+        self._message = (
+            f"the wrapper {name!r} was replaced when its model was wrapped again, by {successor!r}, which owns the "
+            "weights now; use that one, and build the optimizer anew from it."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(self._message)
 
 
 def _call_site() -> str:

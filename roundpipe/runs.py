@@ -10,9 +10,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .autograd_outputs import LaterBackward
-from .batch import merge_outputs, split_inputs, split_label
-from .boundary import Boundary, HostTensor, host_boundary
+from .batch import InputPieces, RoundPipePackedData, merge_outputs, split_inputs, split_label
+from .boundary import Boundary, HostTensor
 from .call import Call
+from .caller_tensors import handed_out, host_boundary, pack, unread_leaves
 from .engine import Engine
 from .errors import RoundPipeError, StallError
 from .interrupts import uninterrupted
@@ -26,19 +27,19 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
     engine = state.prepare()
     with torch.no_grad():
         pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
-        inputs = [host_boundary(engine, piece) for piece in pieces]
+        inputs = _inputs(engine, pieces)
         call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=False, keeps_outputs=True)
         with abandoned_on_error(call):
             _dispatch(state, call, config, "infer")
             end = len(state.layers)
             call.wait_for(lambda: all(call.has_boundary(m, end) for m in range(call.num_microbatch)), "the outputs")
             _raise_if_failed(state, call)
-            outputs = [_host_tree(state, call, call.boundary(m, end, block=True)) for m in range(call.num_microbatch)]
             call.wait_jobs()
             _raise_if_failed(state, call)
-            merged = merge_outputs(outputs, config.merge_output)
+            boundaries = [call.take_boundary(m, end) for m in range(call.num_microbatch)]
+            merged = _merged(state, call, boundaries, config)
             _apply_buffers(state, call)
-            return _placed(merged, config)
+            return merged
 
 
 def forward(
@@ -51,7 +52,7 @@ def forward(
     """Forward whose outputs take part in autograd: ``backward`` on them runs the backward stages."""
     engine = state.prepare()
     pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
-    inputs = [host_boundary(engine, piece) for piece in pieces]
+    inputs = _inputs(engine, pieces)
     call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=True, keeps_outputs=True)
     call.window = None  # joined at the time of the backward
     with abandoned_on_error(call):
@@ -61,10 +62,28 @@ def forward(
         call.wait_jobs()
         _raise_if_failed(state, call)
         boundaries = [call.take_boundary(m, end) for m in range(call.num_microbatch)]
-        values = [[_received(state, call, x) if isinstance(x, HostTensor) else x for x in b.leaves] for b in boundaries]
+        packed = config.merge_output is False
+        values = [unread_leaves(b, call.is_saved) if packed else _received_leaves(state, call, b) for b in boundaries]
         _apply_buffers(state, call)
     outputs = LaterBackward(state, entered, call, list(pieces), boundaries).attach(values)
+    if packed:
+        return pack(engine, boundaries, outputs)
     trees = [pytree.tree_unflatten(leaves, b.spec) for leaves, b in zip(outputs, boundaries, strict=True)]
+    return _placed(merge_outputs(trees, config.merge_output), config)
+
+
+def _inputs(engine: Engine, pieces: InputPieces) -> list[Boundary]:
+    return [
+        host_boundary(engine, piece, events=events)
+        for piece, events in zip(pieces, pieces.transfer_events, strict=True)
+    ]
+
+
+def _merged(state: TrainingState, call: Call, boundaries: list[Boundary], config: ResolvedConfig) -> Any:
+    """The outputs as the caller wants them, outside any graph. Packed ones may still be on their way."""
+    if config.merge_output is False:
+        return pack(call.engine, boundaries, [unread_leaves(b, call.is_saved) for b in boundaries])
+    trees = [pytree.tree_unflatten(_received_leaves(state, call, b), b.spec) for b in boundaries]
     return _placed(merge_outputs(trees, config.merge_output), config)
 
 
@@ -89,8 +108,15 @@ def train(
     pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
     count = len(pieces)
     labels = split_label(label, count, config.split_label, pieces.row_counts)
-    inputs = [host_boundary(engine, piece) for piece in pieces]
-    label_trees = [host_boundary(engine, piece) for piece in labels]
+    inputs = _inputs(engine, pieces)
+    events = [
+        event
+        for leaf in pytree.tree_leaves(label)
+        if isinstance(leaf, RoundPipePackedData)
+        for event in leaf.transfer_event
+        if event is not None
+    ]
+    label_trees = [host_boundary(engine, piece, events=events) for piece in labels]
     call = _make_call(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
@@ -106,10 +132,7 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
     total = _sum_losses(state, call)
     outputs = None
     if return_outputs:
-        outputs = merge_outputs(
-            [_host_tree(state, call, call.outputs.pop(m)) for m in range(count)], config.merge_output
-        )
-        outputs = _placed(outputs, config)
+        outputs = _merged(state, call, [call.outputs.pop(m) for m in range(count)], config)
     # A layer that drew will draw again in its recompute, from a generator that the caller uses too.
     if call.drew:
         call.wait_jobs()
@@ -208,15 +231,8 @@ def _sum_losses(state: TrainingState, call: Call) -> Any:
     return sums if several else sums[0]
 
 
-def _host_tree(state: TrainingState, call: Call, boundary: Boundary | None) -> Any:
-    assert boundary is not None
-    leaves = []
-    for leaf in boundary.leaves:
-        if isinstance(leaf, HostTensor):
-            leaves.append(_received(state, call, leaf))
-        else:
-            leaves.append(leaf)
-    return pytree.tree_unflatten(leaves, boundary.spec)
+def _received_leaves(state: TrainingState, call: Call, boundary: Boundary) -> list[Any]:
+    return [_received(state, call, leaf) if isinstance(leaf, HostTensor) else leaf for leaf in boundary.leaves]
 
 
 def _apply_buffers(state: TrainingState, call: Call) -> None:
@@ -230,7 +246,7 @@ def _apply_buffers(state: TrainingState, call: Call) -> None:
 
 def _deliver_input_grads(state: TrainingState, call: Call, pieces: Any) -> None:
     """Runs the caller's own graph backward from the pieces of his inputs."""
-    call.wait_jobs()
+    call.wait_for(call.has_input_gradients, "the gradients of the inputs")
     _raise_if_failed(state, call)
     tensors, grads = [], []
     for m, piece in enumerate(pieces):
@@ -252,11 +268,18 @@ def wanted_inputs(piece: Any) -> list[torch.Tensor]:
 def input_grads(
     state: TrainingState, call: Call, microbatch: int, wanted: list[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The gradients of ``wanted_inputs``, each on its tensor's device; all jobs have ended."""
+    """The gradients of ``wanted_inputs``, each on its tensor's device; they are known."""
     _, found = call.gradient(microbatch, 0, block=True)
     if found is None:
         return [None] * len(wanted)
-    return [
-        None if grad is None else _received(state, call, grad).clone().to(tensor.device)
-        for tensor, grad in zip(wanted, found, strict=True)
-    ]
+    grads: list[torch.Tensor | None] = []
+    for tensor, grad in zip(wanted, found, strict=True):
+        value = None if grad is None else _received(state, call, grad)
+        if grad is not None and value is not None:
+            if handed_out.source(tensor, call.engine) is None:
+                value = value.clone().to(tensor.device)
+            else:  # the model that put the input out takes the gradient from where it is
+                value = value.data
+                handed_out.note(value, grad, call.engine)
+        grads.append(value)
+    return grads

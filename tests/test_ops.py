@@ -121,6 +121,7 @@ def test_take_and_publish_through_tickets(rig: Rig) -> None:
 def test_stash_on_one_device_and_fetch_on_another(rig: Rig) -> None:
     sources = [torch.randn(5, 3), torch.arange(4), torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 2)]
     record = _ops.stash(rig.engine, 0, sources, ACTIVATIONS, 0)
+    early = _ops.record_memory(record)
     targets = [torch.empty_like(t) for t in sources]
     fetch = _ops.fetch_start(rig.engine, 1, record, targets, ACTIVATIONS)
     assert _ops.wait(_ops.fetch_wait, fetch, timeout_s=20)
@@ -133,6 +134,8 @@ def test_stash_on_one_device_and_fetch_on_another(rig: Rig) -> None:
     assert [(t.shape, t.dtype) for t in host] == [(t.shape, t.dtype) for t in sources]
     assert all(torch.equal(a, b) for a, b in zip(host, sources, strict=True))
     assert _ops.record_host(record)[0].data_ptr() == host[0].data_ptr()
+    assert all(torch.equal(a, b) and a.data_ptr() == b.data_ptr() for a, b in zip(early, host, strict=True))
+    del early
     live = _ops.engine_live(rig.engine)
     assert live[0] == 1 and live[2] >= live[1] > 0
     _ops.record_drop(record)

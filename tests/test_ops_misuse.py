@@ -130,6 +130,7 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
     "record_order_after_read": [(lambda r: (r.record, 2, 0), BAD_INDEX), (lambda r: (r.gone, 0, 0), "stale handle")],
     "record_wait": [(lambda r: (r.gone, 0), "stale handle: that record has ended"), (lambda r: (r.record, -1), "ms")],
     "record_host": [(lambda r: (r.gone,), "stale handle")],
+    "record_memory": [(lambda r: (r.gone,), "stale handle"), (lambda r: (r.fetch,), "a handle of a fetch")],
     "record_drop": [(lambda r: (r.gone,), "stale handle"), (lambda r: (r.fetch,), "a handle of a fetch")],
     "fetch_start": [
         (lambda r: (r.engine, 0, r.record, [], 2), "'targets'.*1 elements.*got 0"),

@@ -87,17 +87,21 @@ bool record_wait(std::int64_t record, std::int64_t timeout_ms) {
   return get_record(record)->record->wait_host(require_timeout(timeout_ms));
 }
 
-std::vector<Tensor> record_host(std::int64_t record) {
+std::vector<Tensor> record_memory(std::int64_t record) {
   const auto handle = get_record(record);
-  if (!handle->record->wait_host(std::chrono::milliseconds(0))) {
-    refuse("record", "a record whose bytes are on the host", "one still being copied; call record_wait first");
-  }
   std::vector<Tensor> tensors;
   for (std::size_t i = 0; i < handle->tensors.size(); ++i) {
     const Described& described = handle->tensors[i];
     tensors.push_back(owned_host_tensor(handle->record->host(i), described.sizes, described.dtype, handle->record));
   }
   return tensors;
+}
+
+std::vector<Tensor> record_host(std::int64_t record) {
+  if (!get_record(record)->record->wait_host(std::chrono::milliseconds(0))) {
+    refuse("record", "a record whose bytes are on the host", "one still being copied; call record_wait first");
+  }
+  return record_memory(record);
 }
 
 void record_drop(std::int64_t record) { HandleRegistry::global().take<RecordHandle>(record, "record"); }
@@ -181,6 +185,7 @@ STABLE_TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) {
   ROUNDPIPE_OP(library, record_order_after_read);
   ROUNDPIPE_OP(library, record_wait);
   ROUNDPIPE_OP(library, record_host);
+  ROUNDPIPE_OP(library, record_memory);
   ROUNDPIPE_OP(library, record_drop);
   ROUNDPIPE_OP(library, fetch_start);
   ROUNDPIPE_OP(library, fetch_wait);

@@ -49,6 +49,7 @@
   def("record_order_after_read(int record, int device, int timeout_ms) -> bool")                                     \
   def("record_wait(int record, int timeout_ms) -> bool")               /* all bytes on the host */                    \
   def("record_host(int record) -> Tensor[]")           /* after record_wait: over the record's memory, which they hold */ \
+  def("record_memory(int record) -> Tensor[]")         /* the same, before the bytes have come: for who waits later */    \
   def("record_drop(int record) -> ()")                                                                               \
   def("fetch_start(int engine, int device, int record, Tensor[] targets, int traffic) -> int")                       \
   def("fetch_wait(int fetch, int timeout_ms) -> bool")                 /* compute continues after it; handle ends */   \
