@@ -16,12 +16,12 @@ def refuse_several_processes() -> None:
     """
     launched = os.environ.get("WORLD_SIZE", "")
     count = int(launched) if launched.isdigit() else 1
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if group:
-        count = max(count, torch.distributed.get_world_size())
+    said_by = "WORLD_SIZE"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count, said_by = torch.distributed.get_world_size(), "the process group"
     if count > 1:
         raise ConfigError(
-            f"this is one of {count} processes ({'the process group' if group else 'WORLD_SIZE'} says so), but RoundPipe "
-            "uses all GPUs of the machine from a single process and does not train over several. Start it with plain "
-            "`python` instead of torchrun (or with --nproc-per-node=1); choose GPUs by CUDA_VISIBLE_DEVICES."
+            f"this is one of {count} processes (so says {said_by}), but RoundPipe uses all GPUs of the machine from a "
+            "single process and does not train over several. Start it with plain `python` instead of torchrun (or with "
+            "--nproc-per-node=1); choose GPUs by CUDA_VISIBLE_DEVICES."
         )

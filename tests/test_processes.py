@@ -16,7 +16,7 @@ def test_one_of_several_is_refused(wrap, monkeypatch: pytest.MonkeyPatch) -> Non
     roundpipe.use_devices("host:1")
     model = nn.Linear(2, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="one of 4 processes.*WORLD_SIZE.*single process.*torchrun"):
+    with pytest.raises(ConfigError, match=r"one of 4 processes.*WORLD_SIZE.*single process.*torchrun"):
         wrap(model)
     for alone in ("1", "", "many"):  # a launcher with one process, and what no launcher sets
         monkeypatch.setenv("WORLD_SIZE", alone)
@@ -28,5 +28,5 @@ def test_one_of_several_is_refused(wrap, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_process_group_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="one of 2 processes.*process group"):
+    with pytest.raises(ConfigError, match=r"one of 2 processes.*process group"):
         RoundPipe(nn.Linear(2, 2))
