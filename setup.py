@@ -30,7 +30,7 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the
 FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.getenv("ROUNDPIPE_WERROR") == "1")
 
 OPS = """
-    activation_ops arenas checks element_convert engine engine_ops error_record fact_ops handles job
+    activation_ops arenas checks data_ops data_plane element_convert engine engine_ops error_record fact_ops handles job
     job_ops library memory_ops optimizer_ops process unit_ops update_list update_ops
 """
 CORE = """

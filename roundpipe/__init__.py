@@ -6,7 +6,7 @@ devices where there is none.
 
 from __future__ import annotations
 
-from . import optim
+from . import data_plane, optim
 from .devices import devices, use_devices
 from .model import RoundPipe
 from .optimizer_context import OptimizerCtx
@@ -22,6 +22,7 @@ __all__ = [
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeRunConfig",
+    "data_plane",
     "devices",
     "doing_recompute",
     "get_recompute_data",

@@ -42,6 +42,8 @@ def engine_stays_clean() -> Iterator[None]:
     from roundpipe import _ops
     from roundpipe import engine as engines
 
+    reports = torch.ops.roundpipe.data_plane_reports()
+    assert not reports, f"the happens-before checker reports of data-plane copies:\n{reports}"
     engine = engines._engine
     if engine is None or engine.closed:
         return

@@ -189,6 +189,25 @@ std::shared_ptr<Handover> ActivationStore::fetch(Device& device, TransferEngine&
   return std::make_shared<FetchHandover>(std::move(up), std::move(record), *down);
 }
 
+std::shared_ptr<Handover> ActivationStore::upload(Device& device, TransferEngine& engine, Stream& compute,
+                                                  const void* source, DeviceBytes target, Traffic traffic,
+                                                  std::shared_ptr<void> keep_alive) {
+  check_ranges("upload", {target});
+  RP_REQUIRE(source != nullptr || target.bytes == 0,
+             "upload: " + std::to_string(target.bytes) + " bytes from a null address");
+  TransferRequest request;
+  request.direction = Direction::kHostToDevice;
+  request.lane = Lane::kActivations;
+  request.traffic = traffic;
+  request.segments.push_back({target.data, source, target.bytes});
+  state_->begin_life(device, compute, {target}, "compute owns the target of an upload");
+  const std::shared_ptr<Event> owned = engine.take_event();
+  device.record(*owned, compute);
+  request.before = [&device, owned](Stream& stream) { device.wait(stream, *owned); };
+  request.keep_alive = std::move(keep_alive);
+  return engine.submit(std::move(request));
+}
+
 bool ActivationStore::fetch_wait(Device& device, Handover& handover, Stream& compute,
                                  const std::vector<DeviceBytes>& targets, std::chrono::milliseconds timeout) {
   const auto deadline = saturating_deadline(timeout);

@@ -56,6 +56,10 @@ class ActivationStore {
   std::shared_ptr<Handover> fetch(Device& device, TransferEngine& engine, Stream& compute,
                                   std::shared_ptr<Record> record, const std::vector<DeviceBytes>& targets,
                                   Traffic traffic, std::shared_ptr<void> keep_alive);
+  // The same from host memory that is no record: `keep_alive` holds it too, and nobody writes it until the copy is
+  // complete.
+  std::shared_ptr<Handover> upload(Device& device, TransferEngine& engine, Stream& compute, const void* source,
+                                   DeviceBytes target, Traffic traffic, std::shared_ptr<void> keep_alive);
   // Host wait until issued, then `compute` continues after the copy, and is declared to read the targets. False on
   // time-out.
   bool fetch_wait(Device& device, Handover& handover, Stream& compute, const std::vector<DeviceBytes>& targets,

@@ -20,6 +20,11 @@ void Arenas::retire(const std::shared_ptr<HostArena>& arena) {
   open_.erase(std::remove(open_.begin(), open_.end(), arena), open_.end());
 }
 
+void Arenas::count(const std::shared_ptr<HostArena>& arena) {
+  std::lock_guard lock(mutex_);
+  all_.push_back(arena);
+}
+
 std::shared_ptr<HostArena> Arenas::newest() {
   std::lock_guard lock(mutex_);
   if (!open_.empty()) return open_.back();
@@ -54,8 +59,13 @@ HostArenaStats Arenas::stats() {
 
 Tensor owned_host_tensor(void* data, const std::vector<std::int64_t>& sizes, ScalarType dtype,
                          std::shared_ptr<void> owner) {
+  return owned_host_tensor(data, sizes, contiguous_strides(sizes), dtype, std::move(owner));
+}
+
+Tensor owned_host_tensor(void* data, const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
+                         ScalarType dtype, std::shared_ptr<void> owner) {
   auto* held = new std::shared_ptr<void>(std::move(owner));
-  return host_tensor(data, sizes, dtype, [held, born = process_generation()](void*) {
+  return host_tensor(data, sizes, strides, dtype, [held, born = process_generation()](void*) {
     if (process_generation() == born) delete held;
   });
 }

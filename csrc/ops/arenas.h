@@ -17,6 +17,7 @@ class Arenas {
 
   void add(const std::shared_ptr<HostArena>& arena);     // becomes the newest
   void retire(const std::shared_ptr<HostArena>& arena);  // serves no more; its blocks live on
+  void count(const std::shared_ptr<HostArena>& arena);   // only in stats(): serves no host_empty
   std::shared_ptr<HostArena> newest();
   HostArenaStats stats();  // summed over every arena that still has memory, closed engines' too
 
@@ -31,5 +32,7 @@ class Arenas {
 // there (it is advised away from children) and the arena's lock may be held for ever.
 Tensor owned_host_tensor(void* data, const std::vector<std::int64_t>& sizes, ScalarType dtype,
                          std::shared_ptr<void> owner);
+Tensor owned_host_tensor(void* data, const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
+                         ScalarType dtype, std::shared_ptr<void> owner);
 
 }  // namespace roundpipe::ops

@@ -35,7 +35,7 @@ Unpacked unpack(std::int64_t handle) {
   std::string came;
   const std::uint64_t kind = unpack(handle).kind;
   const bool known = kind >= static_cast<std::uint64_t>(HandleKind::kEngine) &&
-                     kind <= static_cast<std::uint64_t>(HandleKind::kRecompute);
+                     kind <= static_cast<std::uint64_t>(HandleKind::kTransit);
   if (handle == 0) {
     came = "0, which is no handle";
   } else if (stale) {
@@ -69,6 +69,8 @@ const char* handle_kind_name(HandleKind kind) {
       return "fetch";
     case HandleKind::kRecompute:
       return "recompute";
+    case HandleKind::kTransit:
+      return "data-plane copy";
   }
   return "unknown";
 }
@@ -105,8 +107,8 @@ std::shared_ptr<void> HandleRegistry::end_locked(std::uint32_t index) {
   return object;
 }
 
-std::shared_ptr<void> HandleRegistry::find_erased(HandleKind kind, std::int64_t handle, const char* argument,
-                                                  bool end) {
+std::shared_ptr<void> HandleRegistry::find_erased(HandleKind kind, std::int64_t handle, const char* argument, bool end,
+                                                  bool stale_is_null) {
   const Unpacked parts = unpack(handle);
   bool stale = false;
   {
@@ -121,6 +123,7 @@ std::shared_ptr<void> HandleRegistry::find_erased(HandleKind kind, std::int64_t 
       stale = true;
     }
   }
+  if (stale && stale_is_null) return nullptr;
   refuse(kind, handle, argument, stale);
 }
 

@@ -10,7 +10,7 @@
 
 namespace roundpipe::ops {
 
-enum class HandleKind : std::uint8_t { kEngine = 1, kUnit, kTicket, kJob, kRecord, kFetch, kRecompute };
+enum class HandleKind : std::uint8_t { kEngine = 1, kUnit, kTicket, kJob, kRecord, kFetch, kRecompute, kTransit };
 const char* handle_kind_name(HandleKind kind);
 
 class HandleRegistry {
@@ -32,6 +32,15 @@ class HandleRegistry {
   std::shared_ptr<T> take(std::int64_t handle, const char* argument) {
     return std::static_pointer_cast<T>(find_erased(T::kHandleKind, handle, argument, true));
   }
+  // Null where a T has ended; still refuses what was never a handle of a T.
+  template <class T>
+  std::shared_ptr<T> get_if_live(std::int64_t handle, const char* argument) {
+    return std::static_pointer_cast<T>(find_erased(T::kHandleKind, handle, argument, false, /*stale_is_null=*/true));
+  }
+  template <class T>
+  std::shared_ptr<T> take_if_live(std::int64_t handle, const char* argument) {
+    return std::static_pointer_cast<T>(find_erased(T::kHandleKind, handle, argument, true, /*stale_is_null=*/true));
+  }
   template <class T>
   std::vector<std::shared_ptr<T>> all() {
     std::vector<std::shared_ptr<T>> objects;
@@ -47,7 +56,8 @@ class HandleRegistry {
     std::shared_ptr<void> object;
   };
   std::int64_t add_erased(HandleKind kind, std::shared_ptr<void> object);
-  std::shared_ptr<void> find_erased(HandleKind kind, std::int64_t handle, const char* argument, bool end);
+  std::shared_ptr<void> find_erased(HandleKind kind, std::int64_t handle, const char* argument, bool end,
+                                    bool stale_is_null = false);
   std::vector<std::shared_ptr<void>> all_erased(HandleKind kind);
   std::shared_ptr<void> end_locked(std::uint32_t index);
 

@@ -6,6 +6,21 @@
 
 // clang-format off
 #define ROUNDPIPE_SCHEMAS(def)                                                                                        \
+  /* -- data plane: legal inside torch.compile ----------------------------------------------------------------- */  \
+  /* Ticket: a CPU int64, the handle of the copy. What start was given must not change before the wait, which gets it */ \
+  /* again and copies once more when the ticket was waited for already. Waits end when the copy is complete. */         \
+  def("offload_start(Tensor x) -> Tensor")                                                                              \
+  def("offload_wait(Tensor ticket, Tensor x) -> Tensor")               /* on the host, pinned for x's device */         \
+  def("reload_start(Tensor host, Device device) -> Tensor")                                                             \
+  def("reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor")                                               \
+  /* The sum of the counted tokens' losses, and its gradients where needed, else empty. Implemented in                 */ \
+  /* roundpipe/models/linear_cross_entropy.py. softcap 0: none; chunk_tokens 0: chosen.                                */ \
+  def("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, *, "                       \
+      "int ignore_index=-100, float softcap=0.0, int chunk_tokens=0, bool needs_hidden=False, "                         \
+      "bool needs_weight=False, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor)")                            \
+  def("data_plane_reports() -> str")                                   /* as engine_reports */                          \
+  def("data_plane_inject(str what, int a, int b) -> ()")               /* as engine_inject */                           \
+  def("data_plane_close(int timeout_ms) -> bool")                      /* at exit; true: all threads have ended */      \
   /* -- host memory ------------------------------------------------------------------------------------------- */   \
   def("host_empty(int[] size, ScalarType dtype) -> Tensor")            /* zero-filled, pinned for the open engine */  \
   def("host_stats() -> int[]")                                         /* HostArenaStats, in order */                 \

@@ -37,15 +37,20 @@ inline Tensor detached(const Tensor& tensor) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// A contiguous host tensor over memory that `deleter` lets go.
-template <class Deleter>
-Tensor host_tensor(void* data, const std::vector<std::int64_t>& sizes, ScalarType dtype, Deleter deleter) {
+inline std::vector<std::int64_t> contiguous_strides(const std::vector<std::int64_t>& sizes) {
   std::vector<std::int64_t> strides(sizes.size());
   std::int64_t stride = 1;
   for (std::size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
+  return strides;
+}
+
+// A host tensor over memory that `deleter` lets go.
+template <class Deleter>
+Tensor host_tensor(void* data, const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides,
+                   ScalarType dtype, Deleter deleter) {
   return torch::stable::from_blob(data, Sizes(sizes.data(), sizes.size()), Sizes(strides.data(), strides.size()),
                                   torch::stable::Device(DeviceType::CPU), dtype, std::move(deleter));
 }

@@ -226,6 +226,28 @@ TEST_F(ActivationStoreTest, StashBlocksWhileTooMuchIsOutstanding) {
   EXPECT_TRUE(engines[0]->drain(kLong));
 }
 
+TEST_F(ActivationStoreTest, UploadsFromHostMemoryThatIsNoRecord) {
+  Bytes from(8), to(8);
+  const auto gate = block(0, Direction::kHostToDevice, &to, &from);
+  auto source = Tensors::filled({700}, 9);
+  const auto targets = Tensors::empty({700});
+  const std::weak_ptr<Tensors> watch = source;
+  const auto handover = store->upload(backend->device(0), *engines[0], *compute[0], source->data[0].data(),
+                                      {targets->data[0].data(), 700}, Traffic::kActivations, source);
+  source.reset();
+  EXPECT_FALSE(fetch_wait(0, *handover, *targets, milliseconds(20)));
+  EXPECT_FALSE(watch.expired());
+  release(0, *gate);
+  ASSERT_TRUE(fetch_wait(0, *handover, *targets));
+  ASSERT_TRUE(handover->wait_complete(kLong));
+  EXPECT_TRUE(watch.expired());
+  EXPECT_EQ(targets->data[0], pattern(700, 9));
+  EXPECT_THROW(store->upload(backend->device(0), *engines[0], *compute[0], nullptr, {targets->data[0].data(), 700},
+                             Traffic::kActivations, nullptr),
+               InvalidArgument);
+  EXPECT_EQ(reports(), kSilent);
+}
+
 TEST_F(ActivationStoreTest, AFetchWaitsForADownloadOfAnotherDevice) {
   Bytes from(8), to(8);
   const auto gate = block(0, Direction::kDeviceToHost, &to, &from);

@@ -55,6 +55,20 @@ TEST(Handles, AnObjectLivesFromAddToTake) {
   EXPECT_EQ(living, 0);
 }
 
+TEST(Handles, AnEndedHandleIsNullWhereThatIsAsked) {
+  HandleRegistry registry;
+  const auto handle = registry.add(std::make_shared<Apple>(7));
+  const auto pear = registry.add(std::make_shared<Pear>());
+  EXPECT_EQ(registry.get_if_live<Apple>(handle, "unit")->value, 7);
+  EXPECT_EQ(registry.take_if_live<Apple>(handle, "unit")->value, 7);
+  EXPECT_EQ(registry.take_if_live<Apple>(handle, "unit"), nullptr);
+  EXPECT_EQ(registry.get_if_live<Apple>(handle, "unit"), nullptr);
+  EXPECT_EQ(registry.add(std::make_shared<Apple>(8)) == handle, false);
+  EXPECT_EQ(registry.get_if_live<Apple>(handle, "unit"), nullptr);
+  EXPECT_NE(refusal([&] { registry.get_if_live<Apple>(pear, "unit"); }), "");
+  EXPECT_NE(refusal([&] { registry.get_if_live<Apple>(17, "unit"); }), "");
+}
+
 TEST(Handles, EveryStrayNumberIsRefusedWithItsReason) {
   HandleRegistry registry;
   begin_op("fruit");
