@@ -20,21 +20,37 @@ import torch
 from common import RESULTS, gpu_memory, iteration_times, machine_facts, summary, wait_for_devices, write_result
 from copy_overlap import profile
 from models import MODELS, Dimensions, add_lora, build, random_batch
-from step_time import explicit_plan
 from workers import worker_times
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 
-# stage: layers a stage; fused: blocks of the fused stage. Chosen so that jobs are about equally long: a backward block
-# with its recompute costs four forwards, a fused one three.
+# forward, backward: layers of each stage, in the order in which they run; the first backward stage is the fused one.
+# Two neighbouring jobs run at the same time on two devices, at the pace of the slower one, so they are cut to be about
+# equally long. In units of one block's forward a block takes 3 in a fused or backward stage (2 if it is frozen), and
+# the head with its loss 14 (q17), 9 (q4), 13 (moe), 4 (lora).
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "tiny": dict(model="tiny", rows=8, tokens=64, microbatches=4, stage=1, fused=1, optimizer=True),
-    "q17": dict(model="q17", rows=16, tokens=4096, microbatches=8, stage=4, fused=4, optimizer=True),
-    "q4": dict(model="q4", rows=16, tokens=4096, microbatches=8, stage=4, fused=4, optimizer=False),
-    "moe": dict(model="moe", rows=16, tokens=4096, microbatches=8, stage=2, fused=2, optimizer=False),
-    "lora": dict(model="l8", rows=16, tokens=4096, microbatches=8, stage=4, fused=4, optimizer=True, lora=16),
+    "tiny": dict(model="tiny", rows=8, tokens=64, microbatches=4, forward=[2, 2], backward=[2, 2, 2], optimizer=True),
+    "q17": dict(
+        model="q17", rows=16, tokens=4096, microbatches=8, forward=[14, 14], backward=[2, 6, 5, 5, 6, 6], optimizer=True
+    ),
+    "q4": dict(
+        model="q4", rows=16, tokens=4096, microbatches=8, forward=[17, 16], backward=[5, 7, 6, 6, 6, 8], optimizer=False
+    ),
+    "moe": dict(
+        model="moe", rows=16, tokens=4096, microbatches=8, forward=[8, 8], backward=[2, 5, 5, 6], optimizer=False
+    ),
+    "lora": dict(
+        model="l8",
+        rows=16,
+        tokens=4096,
+        microbatches=8,
+        forward=[15, 14],
+        backward=[5, 6, 6, 6, 5, 6],
+        optimizer=True,
+        lora=16,
+    ),
 }
 _TRAFFIC = ("weights", "gradients", "activations", "buffers", "inputs")
 
@@ -49,8 +65,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rows", type=int, help="instead of the workload's")
     parser.add_argument("--tokens", type=int, help="instead of the workload's")
-    parser.add_argument("--stage", type=int, help="layers a stage, instead of the workload's")
-    parser.add_argument("--fused", type=int, help="blocks of the fused stage, instead of the workload's")
     parser.add_argument("--compile", action="store_true", help="torch.compile the blocks")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
@@ -68,11 +82,24 @@ def choose_devices(kind: str, count: int) -> None:
     roundpipe.use_devices(f"host:{count}" if kind == "host" else ",".join(f"cuda:{i}" for i in range(count)))
 
 
+def plan_of(forward: list[int], backward: list[int], num_layers: int) -> ModelExecutePlan:
+    plan = ModelExecutePlan()
+    start, stop = 0, num_layers
+    for length in forward:
+        plan.fwd_plan.append(range(start, start + length))
+        start += length
+    for length in backward:
+        plan.bwd_plan.append(range(stop - length, stop))
+        stop -= length
+    plan.check_valid(num_layers, "fused")
+    return plan
+
+
 class Training:
     """One wrapped model, iterations on whatever devices are chosen."""
 
     def __init__(self, workload: dict[str, Any], args: argparse.Namespace) -> None:
-        self.workload = {**workload, **{k: v for k in ("rows", "tokens", "stage", "fused") if (v := getattr(args, k))}}
+        self.workload = {**workload, **{k: v for k in ("rows", "tokens") if (v := getattr(args, k))}}
         dims: Dimensions = MODELS[workload["model"]]
         on_gpu = args.devices == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -85,7 +112,7 @@ class Training:
         gc.collect()
         self.dims = dims
         self.model = RoundPipe(model, optim_dtype=torch.float32 if workload["optimizer"] else None)
-        self.plan = explicit_plan(self.model.num_layers, self.workload["stage"], self.workload["fused"])
+        self.plan = plan_of(self.workload["forward"], self.workload["backward"], self.model.num_layers)
         self.optimizer: torch.optim.Optimizer | None = None
         if workload["optimizer"]:
             with roundpipe.OptimizerCtx():

@@ -1,8 +1,9 @@
 """Where the launching threads of the devices spend their time.
 
-A worker's time inside jobs is its own computing (CPU time of the thread), waiting for the engine or for other jobs, and
-the rest: it was ready to run and did not, because another thread held the interpreter (or the machine had no core
-left). That rest is what is called the GIL wait here; it is an upper bound.
+A worker's time inside jobs is its own computing (CPU time of the thread), waiting (for the engine, for other jobs, and
+for autograd, whose own threads launch the backward pass), and the rest: it was ready to run and did not, because
+another thread held the interpreter (or the machine had no core left). That rest is what is called the GIL wait here; it
+is an upper bound.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from roundpipe import _ops, stage_job
 
@@ -39,6 +42,7 @@ def worker_times() -> Iterator[dict[str, dict[str, float]]]:
     """By device: seconds inside jobs, of them computing, waiting, and neither; filled in when the context ends."""
     found: dict[str, dict[str, float]] = {}
     run, wait, condition_wait = stage_job.StageJob.run, _ops.wait, threading.Condition.wait
+    backward = torch.autograd.backward
 
     def timed_run(self: Any, worker: Any) -> None:
         wall, cpu, waited = time.perf_counter(), time.thread_time(), getattr(_waited, "seconds", 0.0)
@@ -51,12 +55,14 @@ def worker_times() -> Iterator[dict[str, dict[str, float]]]:
     stage_job.StageJob.run = timed_run
     _ops.wait = _timed(wait)
     threading.Condition.wait = _timed(condition_wait)
+    torch.autograd.backward = _timed(backward)
     try:
         yield found
     finally:
         stage_job.StageJob.run = run
         _ops.wait = wait
         threading.Condition.wait = condition_wait
+        torch.autograd.backward = backward
         for entry in found.values():
             entry["gil_wait_s"] = max(0.0, entry["job_s"] - entry["cpu_s"] - entry["wait_s"])
             entry["gil_wait_share"] = entry["gil_wait_s"] / entry["job_s"]

@@ -118,7 +118,7 @@ def test_training(is_async: bool) -> None:
 
 def test_bfloat16_weights_stay_off_the_gpu() -> None:
     """A model many times the region: what the process holds on the GPU is the region and activations."""
-    width, depth = 1024, 64
+    width, depth = 2048, 64  # beside it the workspaces of matrix products are small
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)]).bfloat16()
     wrapped = RoundPipe(model, optim_dtype=torch.float32)
     plan = one_layer_stages(depth)

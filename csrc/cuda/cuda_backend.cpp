@@ -224,11 +224,6 @@ class CudaBackend final : public Backend {
 
 std::unique_ptr<Backend> make_cuda_backend(const std::vector<int>& ordinals) {
   RP_REQUIRE(!ordinals.empty(), "make_cuda_backend: no ordinal given, at least one GPU is needed");
-  std::vector<int> sorted = ordinals;
-  std::sort(sorted.begin(), sorted.end());
-  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
-  RP_REQUIRE(twice == sorted.end(),
-             "make_cuda_backend: GPU " + std::to_string(*twice) + " is named twice; name each GPU once");
   return std::make_unique<CudaBackend>(ordinals);
 }
 
