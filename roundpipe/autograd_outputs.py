@@ -85,6 +85,11 @@ class LaterBackward:
                 "backward was called a second time on an output of a RoundPipe model, whose saved activations are gone "
                 "after the first; run the forward again (retain_graph does not keep them)."
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True cannot go through a RoundPipe model: its backward runs on the devices and leaves no "
+                "graph of its own. Second derivatives need a plain module."
+            )
         if not torch._C._will_engine_execute_node(self._anchor_node):
             raise RuntimeError(
                 "torch.autograd.grad and backward(inputs=...) cannot go through a RoundPipe model: its backward always "

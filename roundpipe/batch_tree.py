@@ -41,6 +41,11 @@ def is_block_mask(value: object) -> bool:
     return isinstance(kind, type) and isinstance(value, kind)
 
 
+def is_cache(value: object) -> bool:
+    """Whether ``value`` is a key/value cache of transformers."""
+    return any(c.__name__ == "Cache" and c.__module__.startswith("transformers.") for c in type(value).__mro__)
+
+
 def structure(tree: Any) -> pytree.TreeSpec:
     """The structure of ``tree`` with the same leaves as :func:`leaves`."""
     return pytree.tree_structure(tree, is_leaf=is_block_mask)
@@ -137,6 +142,11 @@ def reject_hidden_tensors(found: Sequence[Leaf]) -> None:
         value = leaf.value
         if isinstance(value, torch.Tensor) or is_block_mask(value) or isinstance(value, RoundPipePackedData):
             continue
+        if is_cache(value):
+            raise SplitError(
+                f"{leaf.name} is a key/value cache ({type(value).__name__}), which layers write: microbatches would "
+                "see each other's tokens. Call the model with use_cache=False."
+            )
         if _holds_tensor(value, set()):
             kind = type(value)
             plain = " or pass a plain dict, list or tuple" if isinstance(value, (Mapping, Sequence, Set)) else ""

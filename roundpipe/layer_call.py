@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import random_state, recompute
+from . import batch_tree, random_state, recompute
 from .boundary import LiveTree
 from .engine import cpu_generator_lock
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .ambient import Ambient
     from .engine import Worker
     from .replica import Attributes, LayerReplica
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})  # what needs no look inside
 
 
 @dataclass
@@ -192,6 +195,8 @@ def call_layer(
     if written or facts.writes_input is None:
         facts.writes_input = written
     leaves, spec = pytree.tree_flatten(out)
+    if any(type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor) for leaf in leaves):
+        batch_tree.reject_hidden_tensors(batch_tree.leaves(out, "output"))
     grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
     result = LiveTree(spec, leaves, grads, {})
     for leaf in leaves:

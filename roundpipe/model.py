@@ -275,6 +275,29 @@ class RoundPipe(nn.Module):
             self._state.adopt_edits(look_closely=True)
         return result
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Part of the loading of a module that this one is a child of, whose ``state_dict`` has the original names."""
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = self.load_state_dict(given, strict=False)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+        else:
+            missing_keys += [prefix + key for key in found.missing_keys]
+            unexpected_keys += [prefix + key for key in found.unexpected_keys]
+        # torch goes on to the wrapped model under this name and finds what it has already.
+        present = self.model.state_dict(keep_vars=True)
+        state_dict.update({f"{prefix}model.{key}": value for key, value in present.items()})
+
     def train(self, mode: bool = True) -> RoundPipe:
         self._naming_model().train(mode)
         self.model.train(mode)

@@ -7,12 +7,16 @@ taken from the host module before each call and plain attributes that the forwar
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+
+from .compiled import is_compiled, rebound
+from .errors import ConfigError
 
 # Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
@@ -33,6 +37,7 @@ class DeviceParameters:
         self.device = device
         self.accumulated: Callable[[nn.Parameter], None] | None = None  # told of every accumulation of a gradient
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._followed: set[int] = set()
 
     def get(self, host: nn.Parameter) -> nn.Parameter:
         entry = self._made.get(id(host))
@@ -45,6 +50,22 @@ class DeviceParameters:
         self._made[id(host)] = (host, made)
         return made
 
+    def follow_hooks(self, host: nn.Parameter) -> None:
+        """Hooks on the host's parameter see, and may replace, the gradients of its object on this device.
+
+        Raises:
+            ConfigError: a hook waits for ``.grad`` of the host's parameter, which is not there during a backward.
+        """
+        if host._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "a parameter has a post-accumulate-grad hook (an optimizer step during backward, most likely); its "
+                "gradients accumulate on the devices and come to the host later. Put what it does into the function "
+                "given to model.step()."
+            )
+        if host._backward_hooks and id(host) not in self._followed:
+            self._followed.add(id(host))
+            self.get(host).register_hook(functools.partial(_run_hooks, host))
+
     def _hook(self, parameter: torch.Tensor) -> None:
         if self.accumulated is not None:
             self.accumulated(parameter)  # type: ignore[arg-type]
@@ -52,6 +73,15 @@ class DeviceParameters:
     def forget(self, hosts: list[nn.Parameter]) -> None:
         for host in hosts:
             self._made.pop(id(host), None)
+            self._followed.discard(id(host))
+
+
+def _run_hooks(host: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] = host._backward_hooks or {}
+    for hook in list(hooks.values()):
+        replaced = hook(grad)
+        grad = grad if replaced is None else replaced
+    return grad
 
 
 class LayerReplica:
@@ -89,6 +119,7 @@ class LayerReplica:
 
         root = make(self.layer)
         self._twins = twins
+        self._compiled: dict[int, tuple[Any, Any]] = {}
         self._given = [{} for _ in self._nodes]
         return root
 
@@ -112,6 +143,8 @@ class LayerReplica:
             own = twin._parameters
             for name, parameter in module._parameters.items():
                 own[name] = None if parameter is None else self._parameters.get(parameter)
+                if parameter is not None:
+                    self._parameters.follow_hooks(parameter)
 
     def _build_again(self) -> None:
         self.root = self._build()
@@ -157,6 +190,11 @@ class LayerReplica:
             return value if twin is None else types.MethodType(value.__func__, twin)
         if isinstance(value, nn.Module):
             return self._twins.get(id(value), value)
+        if is_compiled(value):
+            known = self._compiled.get(id(value))
+            if known is None:  # once: what it compiles is kept with it
+                known = self._compiled[id(value)] = (value, rebound(value, self._twins))
+            return known[1]
         if type(value) in (list, tuple) and any(isinstance(v, nn.Module) for v in value):
             return type(value)(self._twins.get(id(v), v) if isinstance(v, nn.Module) else v for v in value)
         if type(value) is dict and any(isinstance(v, nn.Module) for v in value.values()):

@@ -16,6 +16,7 @@ from .call import Call
 from .devices import devices
 from .engine import Engine
 from .errors import ConfigError
+from .host_gradients import fold_host_gradients
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .optimizer_params import OptimizerParameters
@@ -80,6 +81,8 @@ class TrainingState:
             self._relayout()
         if self._grads_shown:
             self._adopt_shown_gradients()
+        else:
+            fold_host_gradients(self)
         self.host_buffers.refresh(engine)
         return engine
 
@@ -284,6 +287,8 @@ class TrainingState:
         self.raise_failures()
         if self._grads_shown:
             self._adopt_shown_gradients()
+        else:
+            fold_host_gradients(self)
         self.show_gradients()
         self._forget_ended()
         engines.current().raise_reports()
