@@ -7,6 +7,7 @@ devices where there is none.
 from __future__ import annotations
 
 from . import data_plane, optim
+from .activation_offload import offload_activations
 from .devices import devices, use_devices
 from .model import RoundPipe
 from .optimizer_context import OptimizerCtx
@@ -26,6 +27,7 @@ __all__ = [
     "devices",
     "doing_recompute",
     "get_recompute_data",
+    "offload_activations",
     "optim",
     "save_for_recompute",
     "use_devices",

@@ -109,7 +109,8 @@ def test_wrong_options_are_explained(options, message, examples_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "scaling", "step_time", "workers"]
+    "name",
+    ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "offload", "scaling", "step_time", "workers"],
 )
 def test_benchmarks_import_and_say_what_they_ask(name, examples_path):
     module = __import__(name)
