@@ -14,12 +14,14 @@ from .optimizer_context import OptimizerCtx
 from .plan import ModelExecutePlan
 from .recompute import doing_recompute, get_recompute_data, save_for_recompute
 from .run_config import RoundPipeRunConfig
+from .timer import ModelTimer
 from .wrap import wrap_model_to_roundpipe
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ModelExecutePlan",
+    "ModelTimer",
     "OptimizerCtx",
     "RoundPipe",
     "RoundPipeRunConfig",

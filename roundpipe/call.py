@@ -24,6 +24,7 @@ from .units import Unit
 if TYPE_CHECKING:
     from torch import nn
 
+    from .job_probe import CallProbe
     from .plan import ModelExecutePlan
     from .replica import Attributes
     from .window import Window
@@ -62,6 +63,7 @@ class Call:
         keeps_outputs: bool,
         window: Window | None,
         predecessor: Call | None,
+        probe: CallProbe,
     ) -> None:
         self.engine = engine
         self.layers = layers
@@ -77,6 +79,7 @@ class Call:
         self.keeps_outputs = keeps_outputs
         self.window = window
         self.predecessor = predecessor  # the training call before, of this window or the last, that has not settled
+        self.probe = probe
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
         self.ambient = Ambient.capture()
@@ -156,6 +159,7 @@ class Call:
         return bool(self._later)
 
     def _deal(self, jobs: list[StageJob]) -> None:
+        self.probe.expect(len(jobs))
         with self.engine.dispatch_lock:
             self._reserve(jobs)
             with uninterrupted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -17,11 +18,13 @@ class Place:
     def at(self, phase: str, microbatch: int, layer: int | None) -> None:
         self.phase, self.microbatch, self.layer = phase, microbatch, layer
 
-    def follow(self, node: Any, layer: int) -> None:
-        """From the moment when backward reaches ``node`` it is in ``layer``."""
+    def follow(self, node: Any, layer: int, entering: Callable[[int], None] | None) -> None:
+        """From the moment when backward reaches ``node`` it is in ``layer``, and ``entering`` is told so."""
 
         def enters(_: Any) -> None:
             self.layer = layer
+            if entering is not None:
+                entering(layer)
 
         node.register_prehook(enters)
 

@@ -15,6 +15,7 @@ from .boundary import LiveTree
 from .engine import cpu_generator_lock
 
 if TYPE_CHECKING:
+    from .activation_sizes import SavedBytes
     from .ambient import Ambient
     from .engine import Worker
     from .replica import Attributes, LayerReplica
@@ -116,9 +117,15 @@ def _unavailable(_: Any) -> torch.Tensor:
     )
 
 
-def discard_saved() -> contextlib.AbstractContextManager[Any]:
-    """A forward that will be repeated tracks requires_grad exactly but keeps nothing for backward."""
-    return torch.autograd.graph.saved_tensors_hooks(_drop, _unavailable)
+def saved_tensors(discards: bool, counter: SavedBytes | None) -> contextlib.AbstractContextManager[Any]:
+    """What autograd keeps for backward: everything, or with ``discards`` nothing, for a forward that will be repeated
+    and only has to track requires_grad exactly. ``counter`` sees it on the way.
+    """
+    if discards:
+        return torch.autograd.graph.saved_tensors_hooks(_drop if counter is None else counter.count, _unavailable)
+    if counter is not None:
+        return torch.autograd.graph.saved_tensors_hooks(counter.keep, counter.unpack)
+    return contextlib.nullcontext()
 
 
 def call_seeded(
@@ -162,6 +169,7 @@ def call_layer(
     layer: int,
     noted: dict[int, Attributes],
     notes: bool,
+    timed: contextlib.AbstractContextManager[Any],
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
@@ -169,7 +177,8 @@ def call_layer(
     model's own call; otherwise it is the single positional argument. ``seeds``: as in ``call_seeded``. ``noted``: by
     layer, the attributes that a recompute sees and assigns; this forward enters them if ``notes``. Until then the
     caller waits, so the host module's own are the right ones. Looked up and entered under the lock under which they
-    are assigned: the last forward and the first recompute may be on two devices at the same time.
+    are assigned: the last forward and the first recompute may be on two devices at the same time. ``timed``
+    is entered around the module's forward alone.
     """
     if not scope.recomputing:
         facts.see_mode(replica.layer.training)
@@ -178,7 +187,7 @@ def call_layer(
 
     def run() -> Any:
         replica.pull(attributes)
-        with recompute.entered(scope):
+        with recompute.entered(scope), timed:
             if first:
                 args, kwargs = live.value()
                 return replica.root(*args, **kwargs)

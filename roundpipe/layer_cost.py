@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["LayerCost", "stage_bytes", "with_estimates"]
+__all__ = ["LayerCost", "activation_bytes", "activations_known", "stage_bytes", "with_estimates"]
 
 _NOMINAL_BYTES_PER_MS = 1e8
 """Bytes of weights that a forward is taken to work through in a millisecond before anything was measured. Only the
@@ -23,6 +23,9 @@ class LayerCost:
         weight_bytes: weights and buffers, as uploaded.
         gradient_bytes: gradients of the trainable weights, as downloaded.
         forward_ms, recompute_ms, backward_ms: device time of one microbatch in milliseconds; None: not measured.
+        input_bytes: activations at the layer's input, for one microbatch; None: not measured.
+        inner_bytes: what its graph holds between forward and backward beside that input, its output included; None: not
+            measured.
         units: ``(unit_id, weight_bytes, gradient_bytes)`` of each independently stored group of weights. A unit that
             several layers of a stage share takes its bytes there once. Empty: the layer's bytes are its own.
         name: for messages.
@@ -33,6 +36,8 @@ class LayerCost:
     forward_ms: float | None = None
     recompute_ms: float | None = None
     backward_ms: float | None = None
+    input_bytes: int | None = None
+    inner_bytes: int | None = None
     units: tuple[tuple[Hashable, int, int], ...] = ()
     name: str = ""
 
@@ -53,6 +58,23 @@ def stage_bytes(costs: Iterable[LayerCost], *, gradients: bool) -> int:
         for unit, weights, grads in cost.own_units(layer)
     }
     return sum(units.values())
+
+
+def activations_known(costs: Iterable[LayerCost]) -> bool:
+    return all(cost.inner_bytes is not None for cost in costs)
+
+
+def activation_bytes(costs: Sequence[LayerCost], *, by_layer: bool) -> int:
+    """Bytes of activations while a stage of these layers runs backward; layers that were not measured count nothing.
+
+    The graph of the stage (with ``by_layer``, recompute_grain "layer", that of one layer at a time); as much again as
+    its largest layer for the gradients inside that; its input, the next microbatch's, and the gradients of one.
+    """
+    inner = [cost.inner_bytes or 0 for cost in costs]
+    largest = max(inner, default=0)
+    return (
+        3 * max((cost.input_bytes or 0 for cost in costs), default=0) + (largest if by_layer else sum(inner)) + largest
+    )
 
 
 def with_estimates(costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -365,11 +365,16 @@ class RoundPipe(nn.Module):
         delattr(original if original is not None and hasattr(original, name) else self.model, name)
 
     # -- hooks of the planner ------------------------------------------------------------------------------------
-    def _layer_costs(self) -> Any:
-        return self._state._layer_costs()
+    def _layer_costs(self, run_type: str) -> Any:
+        with self._entered():
+            self._state.measurements.read()
+            return self._state.layer_costs(run_type)
 
     def _plan_limits(self) -> tuple[int, int | None]:
-        return self._state._plan_limits()
+        return self._state.plan_limits()  # type: ignore[no-any-return]
+
+    def _plan_run(self) -> tuple[int | None, str]:
+        return self._config.num_microbatch, self._config.recompute_grain or "stage"
 
     def _resolve(self, config: RoundPipeRunConfig | None) -> ResolvedConfig:
         return resolve(

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import copy
-import math
-import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
+from roundpipe.auto_plan import best_plans, check_number, check_positive, stage_limit, usable_bytes
 from roundpipe.errors import ConfigError, ConfigTypeError, PlanError
 from roundpipe.layer_cost import LayerCost
 from roundpipe.plan_report import PlanFacts, describe
-from roundpipe.planner import Request, plan_stages
-from roundpipe.stage_search import Part, StageLists
+from roundpipe.planner import Request
+from roundpipe.stage_search import Part
 
 __all__ = ["LayerCost", "ModelExecutePlan"]
 
 RUN_TYPES = ("infer", "train", "fused")
 
-DEFAULT_MEMORY_SHARE = 0.6
-"""Share of the smallest device that a plan may fill with weights and gradients; activations get the rest."""
-
 
 class PlannableModel(Protocol):
     """What :meth:`ModelExecutePlan.auto` asks a RoundPipe for."""
 
-    def _layer_costs(self) -> list[LayerCost]:
-        """The costs of the layers, in order."""
+    def _layer_costs(self, run_type: str) -> list[LayerCost]:
+        """The costs of the layers, in order, as far as they are known by now."""
 
     def _plan_limits(self) -> tuple[int, int | None]:
         """The number of devices, and the memory of the smallest in bytes (None: no limit)."""
+
+    def _plan_run(self) -> tuple[int | None, str]:
+        """num_microbatch (None: not set) and recompute_grain of the model's own configuration."""
 
 
 class ModelExecutePlan:
@@ -135,7 +133,9 @@ class ModelExecutePlan:
 
         Before anything has been measured, times are taken to be proportional to the layers' bytes. A stage's weights
         and buffers, and in backward its trainable gradients, stay within half of the limit, because the next stage
-        is uploaded meanwhile; a single layer above that raises the limit, with a warning that names it.
+        is uploaded meanwhile; a single layer above that raises the limit, with a warning that names it. Where the
+        memory of devices is limited and the activations of a microbatch have been measured (the first training calls
+        do), what a backward stage keeps of them fits beside its weights too. Waits for nothing.
 
         Args:
             run_type: ``"infer"``, ``"train"`` (forward and backward are separate calls) or ``"fused"``
@@ -158,32 +158,38 @@ class ModelExecutePlan:
         if not models:
             raise ConfigTypeError("ModelExecutePlan.auto: no model given")
         for model in models:
-            if not (hasattr(model, "_layer_costs") and hasattr(model, "_plan_limits")):
+            if not hasattr(type(model), "_layer_costs"):
                 raise ConfigTypeError(
                     f"ModelExecutePlan.auto: got {type(model).__name__}, expected a RoundPipe; wrap the model first"
                 )
         limits = [model._plan_limits() for model in models]
         num_devices = max(count for count, _ in limits)
         parts = [
-            Part(tuple(model._layer_costs()), backward=run_type != "infer", fused=run_type == "fused" and last)
+            Part(tuple(model._layer_costs(run_type)), backward=run_type != "infer", fused=run_type == "fused" and last)
             for model, last in ((model, i == len(models) - 1) for i, model in enumerate(models))
         ]
+        runs = [model._plan_run() for model in models]
+        memories = [memory for _, memory in limits]
         request = Request(
             num_devices=num_devices,
-            min_stages=num_devices if min_stages is None else _positive_int("min_stages", min_stages),
-            upper_threshold=_number("upper_threshold", upper_threshold, 1.0),
-            stage_limit_bytes=_stage_limit(parts, model_memory_limit, [memory for _, memory in limits]),
+            min_stages=num_devices if min_stages is None else check_positive("min_stages", min_stages),
+            upper_threshold=check_number("upper_threshold", upper_threshold, 1.0),
+            stage_limit_bytes=stage_limit(parts, model_memory_limit, memories, warn_at=2),
+            microbatches=next((count for count, _ in runs if count is not None), None),
+            usable_bytes=usable_bytes(memories),
+            by_layer=all(grain == "layer" for _, grain in runs),
         )
-        result = plan_stages(parts, request)
-        plans = [cls._from(part, stages, request) for part, stages in zip(parts, result, strict=True)]
+        plans = []
+        for part, stages in zip(parts, best_plans(parts, request), strict=True):
+            plan = cls()
+            plan.fwd_plan, plan.bwd_plan = stages.forward, stages.backward
+            plan.note_facts(part, request)
+            plans.append(plan)
         return plans[0] if len(plans) == 1 else plans
 
-    @classmethod
-    def _from(cls, part: Part, stages: StageLists, request: Request) -> ModelExecutePlan:
-        plan = cls()
-        plan.fwd_plan, plan.bwd_plan = stages.forward, stages.backward
-        plan._facts = PlanFacts(part, request)
-        return plan
+    def note_facts(self, part: Part, request: Request) -> None:
+        """What :meth:`explain` is to show the stages with."""
+        self._facts = PlanFacts(part, request)
 
     def explain(self) -> str:
         """A table of the stages with their bytes and predicted times, and what bounds them, as text of several lines.
@@ -228,54 +234,3 @@ def _check_cover(name: str, ascending: Sequence[range], end: int, why: str) -> N
         raise PlanError(f"{name}: layer {following} is missing; the stages end there, but {why} at layer {end}")
     if following > end:
         raise PlanError(f"{name}: layer {end} is there twice; the stages end at layer {following}, but {why} at {end}")
-
-
-def _positive_int(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        count = operator.index(value)  # type: ignore[arg-type]  # that is what is found out here
-    except TypeError:
-        raise ConfigTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an integer") from None
-    if count < 1:
-        raise ConfigError(f"{name}: got {count}, expected at least 1")
-    return count
-
-
-def _number(name: str, value: object, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected a number")
-    if not math.isfinite(value) or value < least:
-        raise ConfigError(f"{name}: got {value}, expected a finite number of at least {least}")
-    return float(value)
-
-
-def _stage_limit(parts: Sequence[Part], limit_gb: float | None, memories: Sequence[int | None]) -> int | None:
-    """Bytes of one stage: half of the limit, raised where one layer alone needs more. None: no limit."""
-    if limit_gb is not None:
-        limit = _number("model_memory_limit", limit_gb, 0.0) * 1e9
-        if limit == 0:
-            raise ConfigError("model_memory_limit: got 0 GB, expected more")
-    else:
-        known = [memory for memory in memories if memory]
-        if not known:
-            return None
-        limit = DEFAULT_MEMORY_SHARE * min(known)
-    stage = int(limit / 2)
-    needs = [
-        (cost.stage_bytes(gradients=part.backward), m, i)
-        for m, part in enumerate(parts)
-        for i, cost in enumerate(part.costs)
-    ]
-    most, m, i = max(needs, default=(0, 0, 0))
-    if most > stage:
-        name = parts[m].costs[i].name
-        where = f"layer {i}" + (f" ({name})" if name else "") + (f" of model {m}" if len(parts) > 1 else "")
-        warnings.warn(
-            f"{where} needs {most / 1e9:.3f} GB in a stage of its own, but half of the model memory limit of "
-            f"{limit / 1e9:.3f} GB is {stage / 1e9:.3f} GB; the limit is raised to {2 * most / 1e9:.3f} GB. Split the "
-            "layer, or give a larger model_memory_limit, if devices run out of memory",
-            stacklevel=3,
-        )
-        stage = most
-    return stage

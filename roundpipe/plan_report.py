@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe.layer_cost import stage_bytes, with_estimates
+from roundpipe.layer_cost import LayerCost, activation_bytes, activations_known, stage_bytes, with_estimates
 from roundpipe.planner import Request, predicted_ms
 from roundpipe.stage_search import Part
 
@@ -59,7 +59,11 @@ def describe(forward: Sequence[range], backward: Sequence[range], facts: PlanFac
             f"predicted: {total:.3f} ms for {request.num_microbatch} microbatches on {request.num_devices} device(s); "
             f"slowest stage: {jobs[slowest][0]} {jobs[slowest][1]}"
         )
-        lines.append(_memory_line(f"{jobs[largest][0]} {jobs[largest][1]}", sizes[largest], request))
+        activations = _activations(jobs, costs, request)
+        if activations is not None:
+            lines.append(activations.line)
+        name = f"{jobs[largest][0]} {jobs[largest][1]}"
+        lines.append(_memory_line(name, sizes[largest], request, activations is not None and activations.full))
     measured = sum(cost.forward_ms is not None for cost in facts.part.costs)
     if measured < len(costs):
         lines.append(
@@ -75,10 +79,38 @@ def _job_ms(phase: str, forward: float | None, recompute: float | None, backward
     return (backward or 0.0) + ((forward if phase == "fused" else recompute) or 0.0)
 
 
-def _memory_line(name: str, size: int, request: Request) -> str:
+@dataclass(frozen=True)
+class _Activations:
+    """The backward stage with the most activations, beside the region of weights."""
+
+    line: str
+    full: bool  # one layer more would not fit
+
+
+def _activations(
+    jobs: Sequence[tuple[str, int, range]], costs: Sequence[LayerCost], request: Request
+) -> _Activations | None:
+    backward = [job for job in jobs if job[0] != "forward"]
+    if not backward or not activations_known(costs):
+        return None
+    sizes = [activation_bytes(costs[stage.start : stage.stop], by_layer=request.by_layer) for _, _, stage in backward]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    phase, i, stage = backward[largest]
+    line = f"most activations: {phase} {i} with {_amount(sizes[largest])} for one microbatch"
+    if request.usable_bytes is None:
+        return _Activations(line, False)
+    region = 2 * max(stage_bytes(costs[s.start : s.stop], gradients=phase != "forward") for phase, _, s in jobs)
+    line += f", beside {_amount(region)} of weights and gradients; {_amount(request.usable_bytes)} may be used"
+    one_more = 0 if request.by_layer else max(cost.inner_bytes or 0 for cost in costs[stage.start : stage.stop])
+    return _Activations(line, region + sizes[largest] + one_more > request.usable_bytes)
+
+
+def _memory_line(name: str, size: int, request: Request, full: bool) -> str:
     if request.stage_limit_bytes is None:
         return f"largest stage: {name} with {_amount(size)}; no memory limit. Bound by: time"
     bound = "memory" if 1.05 * size > request.stage_limit_bytes else "time"
+    if full and bound == "time":
+        bound = "activations"
     if request.num_devices == 1 and bound == "time":
         bound = "the number of layers" if request.min_stages == 1 else "the least number of stages"
     return (

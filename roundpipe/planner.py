@@ -32,17 +32,31 @@ measured times are good for."""
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan must respect, see ``ModelExecutePlan.auto``. ``stage_limit_bytes`` None: no limit."""
+    """What a plan must respect, see ``ModelExecutePlan.auto``.
+
+    Attributes:
+        num_devices: N.
+        min_stages: fewest stages.
+        upper_threshold: how much slower than in the fastest plan the slowest stage may be.
+        stage_limit_bytes: most bytes of weights, and of gradients where there are any, of one stage; None: no limit.
+        microbatches: M; None: the default of a run, one more than there are devices.
+        activation_limit_bytes: most bytes of activations of one microbatch in a backward stage; None: no limit.
+        usable_bytes: what weights, gradients and activations of one device may fill together; None: no limit.
+        by_layer: backward goes layer by layer (recompute_grain "layer"), so that activations of one count at a time.
+    """
 
     num_devices: int
     min_stages: int = 1
     upper_threshold: float = 1.1
     stage_limit_bytes: int | None = None
+    microbatches: int | None = None
+    activation_limit_bytes: int | None = None
+    usable_bytes: int | None = None
+    by_layer: bool = False
 
     @property
     def num_microbatch(self) -> int:
-        """What the prediction counts with: the default of a run."""
-        return self.num_devices + 1
+        return self.num_devices + 1 if self.microbatches is None else self.microbatches
 
 
 def predicted_ms(num_stages: int, slowest_ms: float, total_ms: float, request: Request) -> float:
@@ -61,7 +75,7 @@ def predicted_ms(num_stages: int, slowest_ms: float, total_ms: float, request: R
 
 def plan_stages(parts: Sequence[Part], request: Request) -> list[StageLists]:
     """The stages of ``parts``, which run one after the other, chosen together; see Note [Search]."""
-    searches = [PartSearch(part, request.stage_limit_bytes) for part in parts]
+    searches = [PartSearch(part, request.stage_limit_bytes, request.activation_limit_bytes) for part in parts]
     if not any(search.length for search in searches):
         return [StageLists([], []) for _ in parts]
     limit_ms = math.inf if request.num_devices == 1 else _best_limit(searches, request)

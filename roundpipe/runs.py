@@ -189,11 +189,14 @@ def _make_call(
         keeps_outputs=keeps_outputs,
         window=state.window if keeps_graph else None,
         predecessor=state.unsettled_training_call(),
+        probe=state.measurements.probe(inputs, labels, keeps_graph=keeps_graph, simulated=engine.simulated),
     )
 
 
 def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type: str) -> None:
-    plan: ModelExecutePlan = config.execute_plan if config.execute_plan is not None else state.plan(run_type)
+    plan: ModelExecutePlan | None = config.execute_plan
+    if plan is None:
+        plan = state.plans.plan(run_type, call.num_microbatch, config.recompute_grain)
     plan.check_valid(len(state.layers), run_type)
     state.began(call)
     if call.window is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,8 +22,10 @@ from torch import nn
 from . import _ops, layer_call
 from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
 from .buffers import LayerBuffers
-from .errors import ConfigError, RoundPipeError
+from .errors import RoundPipeError
 from .job_place import Place
+from .job_probe import JobProbe
+from .loss_call import call_loss
 from .recompute import RecomputeScope
 from .units import Unit
 
@@ -62,6 +64,7 @@ class StageJob:
         self._last = False  # the present backward is the last one of this job
         self._hook_failure: BaseException | None = None
         self.place = Place(phase.value)
+        self.probe = JobProbe(call.probe)
         self.device: str | None = None
 
     @property
@@ -99,6 +102,7 @@ class StageJob:
                     self._run(worker)
             self._release_all(worker)
             _ops.job_close(self.handle)
+            self.probe.ended()
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
                 # Whoever catches it wants the memory back, which the locals of these frames would hold with it.
@@ -161,8 +165,7 @@ class StageJob:
             if call.keeps_graph:
                 live = layer_call.detach_tree(live)
                 layer_call.enter_graph(live, worker)
-                with layer_call.discard_saved():
-                    live = self._call_layer(worker, m, layer, live, recomputing=False)
+                live = self._call_layer(worker, m, layer, live, recomputing=False)
                 live = layer_call.detach_tree(live)
             else:
                 live = self._call_layer(worker, m, layer, live, recomputing=False)
@@ -188,7 +191,8 @@ class StageJob:
             entry = layer_call.enter_graph(live, worker)
             for layer in range(split, stage.stop):
                 live = self._call_layer(worker, m, layer, live, recomputing=False, saves_graph=True)
-            losses = self._loss(worker, m, live, label_value)
+            self.place.at(self.phase.value, m, None)
+            losses = call_loss(call, worker, self.probe, m, live, label_value)
             if call.keeps_outputs:
                 call.outputs[m] = layer_call.detach_tree(live).stash(worker)
             del live, label_value
@@ -295,7 +299,8 @@ class StageJob:
         if recomputing:
             scope.data = call.recompute_data(worker, m, layer)
         entered = {leaf.grad_fn for leaf in live.leaves if isinstance(leaf, torch.Tensor)}
-        with before:
+        saved = None if recomputing else self.probe.saved_bytes(worker, m, layer, live)
+        with before, layer_call.saved_tensors(will_recompute, saved):
             live, drew = layer_call.call_layer(
                 worker,
                 replica,
@@ -309,50 +314,21 @@ class StageJob:
                 layer=layer,
                 noted=call.attributes,
                 notes=will_recompute and m == call.num_microbatch - 1,
+                timed=self.probe.forward(m, layer, recomputing),
             )
             buffers.note_silent_writes()
+        if saved is not None:
+            saved.note(live.leaves)
         if will_recompute and drew:
             call.drew.add((m, layer))
         if saves_graph:
             for leaf in live.leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and leaf.grad_fn not in entered:
                     entered.add(leaf.grad_fn)
-                    self.place.follow(leaf.grad_fn, layer)
+                    self.place.follow(leaf.grad_fn, layer, self.probe.hook(m))
         if scope.saved:
             call.keep_recompute_data(worker, m, layer, scope.data)
         return live
-
-    def _loss(self, worker: Worker, m: int, live: LiveTree, label: Any) -> list[torch.Tensor]:
-        call = self.call
-        self.place.at(self.phase.value, m, None)
-        out = live.value()
-        with worker.compute_lock:
-            value, _ = layer_call.call_seeded(
-                worker,
-                call.loss_facts,
-                call.layer_seed(m, len(call.layers), False),
-                call.ambient,
-                lambda: call.loss_fn(out, label),
-            )
-        losses = list(value) if isinstance(value, (list, tuple)) else [value]
-        for loss in losses:
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = (
-                    f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                )
-                raise ConfigError(
-                    f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list."
-                )
-        if not any(loss.requires_grad for loss in losses):
-            raise ConfigError(
-                "the loss does not depend on any parameter or input that requires grad, so there is nothing to train; "
-                "check requires_grad of the parameters and that loss_fn uses the model's output without detach()."
-            )
-        call.losses[m] = (
-            [HostTensor.stash(worker, loss, Traffic.ACTIVATIONS) for loss in losses],
-            isinstance(value, (list, tuple)),
-        )
-        return losses
 
     # -- weights -------------------------------------------------------------------------------------------------
     def _await_layer(self, worker: Worker, layer: int) -> None:
@@ -414,7 +390,7 @@ class StageJob:
         fused_loss = self.phase is Phase.FUSED and all(g is None for g in grads)
         pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if o.requires_grad and (g is not None or fused_loss)]
         if pairs:
-            with worker.compute_lock:
+            with worker.compute_lock, self.probe.backward(m, layers.stop - 1):
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if self._hook_failure is not None:
             raise self._hook_failure

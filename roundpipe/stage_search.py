@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from roundpipe.layer_cost import LayerCost, with_estimates
 
-__all__ = ["TOLERANCE", "Direction", "Part", "PartSearch", "StageLists", "reach_of"]
+__all__ = ["TOLERANCE", "Direction", "Part", "PartSearch", "StageLists", "activation_reach", "reach_of"]
 
 TOLERANCE = 1e-9
 """Relative; sums of the same layers in different order may differ by rounding."""
@@ -71,7 +71,7 @@ class Direction:
 class PartSearch:
     """One part's stages as a function of t_max."""
 
-    def __init__(self, part: Part, stage_limit_bytes: int | None) -> None:
+    def __init__(self, part: Part, stage_limit_bytes: int | None, activation_limit_bytes: int | None = None) -> None:
         costs = with_estimates(part.costs)
         forward = [cost.forward_ms or 0.0 for cost in costs]
         recompute = [cost.recompute_ms or 0.0 for cost in costs]
@@ -80,6 +80,9 @@ class PartSearch:
         self.length = len(costs)
         self.forward = Direction(forward, reach_of(costs, stage_limit_bytes, gradients=False))
         with_gradients = reach_of(costs, stage_limit_bytes, gradients=True)
+        if activation_limit_bytes is not None:
+            activations = activation_reach(costs, activation_limit_bytes)
+            with_gradients = [min(pair) for pair in zip(with_gradients, activations, strict=True)]
         self.backward = Direction([r + b for r, b in zip(recompute, backward, strict=True)], with_gradients)
         self.fused = Direction([f + b for f, b in zip(forward, backward, strict=True)], with_gradients)
         # The earliest layer from which memory holds everything to the end in one stage.
@@ -144,4 +147,24 @@ def reach_of(costs: Sequence[LayerCost], limit_bytes: int | None, *, gradients: 
             users[unit] -= 1
             if users[unit] == 0:
                 used -= size
+    return reach
+
+
+def activation_reach(costs: Sequence[LayerCost], limit_bytes: int) -> list[int]:
+    """For each layer the end of the longest backward stage from it whose activations stay within the limit; at least
+    the layer itself. The sizes are those of ``activation_bytes``.
+    """
+    inner = [cost.inner_bytes or 0 for cost in costs]
+    inputs = [cost.input_bytes or 0 for cost in costs]
+    prefix = [0, *accumulate(inner)]
+    reach = []
+    for start in range(len(costs)):
+        largest_inner = largest_input = 0
+        end = start
+        while end < len(costs):
+            largest_inner, largest_input = max(largest_inner, inner[end]), max(largest_input, inputs[end])
+            if end > start and 3 * largest_input + prefix[end + 1] - prefix[start] + largest_inner > limit_bytes:
+                break
+            end += 1
+        reach.append(end)
     return reach

@@ -19,10 +19,12 @@ from .errors import ConfigError
 from .host_gradients import fold_host_gradients
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
+from .measurements import Measurements
 from .optimizer_params import OptimizerParameters
 from .optimizer_thread import StepTask
 from .optimizer_thread import thread as optimizer_thread
-from .plan import LayerCost, ModelExecutePlan
+from .plan import LayerCost
+from .plan_keeper import PlanKeeper
 from .structure import Structure
 from .units import Unit, build_units
 from .window import Window
@@ -53,7 +55,8 @@ class TrainingState:
         self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
         self._versions: dict[int, int] = {}
-        self._plans: dict[Any, ModelExecutePlan] = {}
+        self.measurements = Measurements(len(layers))
+        self.plans = PlanKeeper(self)
         self.attach(engine)
         self._note_versions()
         weakref.finalize(self, _let_go, layers, self.units).atexit = False
@@ -66,7 +69,8 @@ class TrainingState:
         self.engine = engine
         self.generation += 1  # a backward that is still to come would find its activations gone
         self.host_buffers.forget()
-        self._plans.clear()
+        self.measurements = Measurements(len(self.layers))  # what other devices took says little
+        self.plans.clear()
         for unit in self.units:
             unit.open(engine.handle)
 
@@ -104,7 +108,8 @@ class TrainingState:
                 self._relayout_unit(unit)
         for worker in self._engine().workers:
             worker._views.clear()
-        self._plans.clear()
+        self.measurements.sizes.forget()
+        self.plans.clear()
 
     def _relayout_unit(self, unit: Unit) -> None:
         image, touched = self.window.image(unit), self.window.touched(unit)
@@ -353,22 +358,22 @@ class TrainingState:
                 _ops.unit_new_epoch(unit.handle)
 
     # -- planning ------------------------------------------------------------------------------------------------
-    def plan(self, run_type: str) -> ModelExecutePlan:
-        """The automatic plan for this kind of run; made once for each set of devices and trainable parameters."""
-        plan = self._plans.get(run_type)
-        if plan is None:
-            plan = self._plans[run_type] = ModelExecutePlan.auto(run_type, self)
-        return plan
-
-    def _layer_costs(self) -> list[LayerCost]:
+    def layer_costs(self, run_type: str) -> list[LayerCost]:
+        """Sizes of the layers, and what has been measured of them."""
+        timer, sizes = self.measurements.timer(run_type), self.measurements.sizes
         costs = []
-        for layer, units in zip(self.layers, self.units_of, strict=True):
+        for index, (layer, units) in enumerate(zip(self.layers, self.units_of, strict=True)):
             buffers = sum(b.numel() * b.element_size() for b in layer.buffers())
-            weights = sum(unit.weight_bytes for unit in units)
+            input_bytes, inner_bytes = sizes.of_layer(index) or (None, None)
             costs.append(
                 LayerCost(
-                    weight_bytes=weights + buffers,
+                    weight_bytes=sum(unit.weight_bytes for unit in units) + buffers,
                     gradient_bytes=sum(unit.gradient_bytes for unit in units),
+                    forward_ms=timer.estimate_ms("fwd", index),
+                    recompute_ms=timer.estimate_ms("re", index),
+                    backward_ms=timer.estimate_ms("bwd", index),
+                    input_bytes=input_bytes,
+                    inner_bytes=inner_bytes,
                     units=(
                         *((unit.key, unit.weight_bytes, unit.gradient_bytes) for unit in units),
                         (("buffers", id(layer)), buffers, 0),
@@ -378,7 +383,7 @@ class TrainingState:
             )
         return costs
 
-    def _plan_limits(self) -> tuple[int, int | None]:
+    def plan_limits(self) -> tuple[int, int | None]:
         """(number of devices, memory in bytes of the smallest; None: no limit)."""
         memory = [device.memory_bytes for device in devices()]
         return len(memory), min((m for m in memory if m is not None), default=None)

@@ -1,0 +1,50 @@
+"""The caller's loss function, called for one microbatch on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import layer_call
+from .boundary import HostTensor, LiveTree, Traffic
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .call import Call
+    from .engine import Worker
+    from .job_probe import JobProbe
+
+
+def call_loss(
+    call: Call, worker: Worker, probe: JobProbe, microbatch: int, live: LiveTree, label: Any
+) -> list[torch.Tensor]:
+    """The losses of a microbatch; their values are on their way to the caller."""
+    out = live.value()
+    last = len(call.layers) - 1
+    saved = probe.saved_bytes(worker, microbatch, last, live, more=True)
+    with worker.compute_lock, layer_call.saved_tensors(False, saved), probe.loss(microbatch, last):
+        value, _ = layer_call.call_seeded(
+            worker,
+            call.loss_facts,
+            call.layer_seed(microbatch, len(call.layers), False),
+            call.ambient,
+            lambda: call.loss_fn(out, label),
+        )
+    losses = list(value) if isinstance(value, (list, tuple)) else [value]
+    for loss in losses:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list.")
+    if not any(loss.requires_grad for loss in losses):
+        raise ConfigError(
+            "the loss does not depend on any parameter or input that requires grad, so there is nothing to train; "
+            "check requires_grad of the parameters and that loss_fn uses the model's output without detach()."
+        )
+    if saved is not None:
+        saved.note(losses)
+    call.losses[microbatch] = (
+        [HostTensor.stash(worker, loss, Traffic.ACTIVATIONS) for loss in losses],
+        isinstance(value, (list, tuple)),
+    )
+    return losses
