@@ -31,7 +31,8 @@ FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" 
 
 OPS = """
     activation_ops arenas checks data_ops data_plane element_convert engine engine_ops error_record fact_ops handles job
-    job_ops library memory_ops optimizer_ops process unit_ops update_list update_ops
+    job_ops library memory_ops optimizer_ops process queued_update_ops unit_ops
+    update_list update_ops update_tickets
 """
 CORE = """
     activation_store copy_lane event_pool happens_before host_arena host_backend host_mapping

@@ -311,6 +311,43 @@ def update_convert(
     return _call("update_convert", engine, ticket, sources, targets, accumulate)
 
 
+def update_fused(
+    engine: int,
+    tickets: Sequence[int],
+    algorithm: str,
+    masters: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    published: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: Sequence[Tensor],
+    steps: Sequence[float],
+    seeds: Sequence[int],
+    groups: Sequence[int],
+    options: Sequence[float],
+    factor: float,
+) -> int:
+    """Queues one step in place of ``"adam"``, ``"sgd"`` or ``"lion"`` behind all ``tickets``, whose handles end.
+
+    Lists go position by position, as in :func:`adam_update`, but: a published bfloat16 is rounded as that of a split
+    master is (ties away from zero); ``published[i]`` over the memory of ``masters[i]`` means none. ``sources``: where
+    weights are read, if not where they are written: the master, or the upper half of a split one. ``moments``: the
+    first ones of all tensors, then all second ones, ...; an empty tensor where there is none. ``options``: for each
+    group lr, beta1, beta2, eps, weight decay, whether that is decoupled, and maximize (Adam); lr, momentum, dampening,
+    weight decay, nesterov, maximize (SGD; step 1 fills the buffer); lr, beta1, beta2, weight decay, maximize (Lion).
+    Versions are not bumped: nothing here is in a graph.
+    """
+    return _call(
+        "update_fused", engine, tickets, algorithm, masters, sources, published, gradients, moments, steps, seeds,
+        groups, options, factor,
+    )  # fmt: skip
+
+
+def update_square_sum(engine: int, tickets: Sequence[int], sources: Sequence[Tensor], sums: Tensor) -> int:
+    """Queues the sums of squares (float64) of ``sources``, laid end to end at multiples of 64 elements, one for each
+    65,536 elements; infinite or NaN exactly if an element is."""
+    return _call("update_square_sum", engine, tickets, sources, sums)
+
+
 def update_wait(engine: int, update: int, timeout_ms: int) -> bool:
     """Until this update and all before it have ended; raises this one's failure."""
     return _call("update_wait", engine, update, timeout_ms)

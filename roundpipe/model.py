@@ -14,6 +14,7 @@ from . import engine as engines
 from . import runs
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
+from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
 from .ownership import owners
@@ -153,8 +154,15 @@ class RoundPipe(nn.Module):
                 return_outputs,
             )
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, once the gradients are there.
+    def step(
+        self, step_fn: Callable[..., Any] | CompactOptimizer, is_async: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes a step of a compact optimizer, or runs ``step_fn(*args, **kwargs)`` on the optimizer thread, once the
+        gradients are there.
+
+        A compact optimizer (``roundpipe.optim.AdamW(model, ...)``) reads all its hyperparameters before this returns,
+        and does not make the caller wait in either mode: an exact step updates each layer before that layer's next
+        upload. The following is about functions.
 
         There ``parameters()`` means the optimizer's parameters, with their gradients in ``.grad``. Asynchronously it
         returns at once and the next iteration computes with the weights of one step before; with ``is_async=False`` it
@@ -164,10 +172,25 @@ class RoundPipe(nn.Module):
             ConfigError: there are gradients but no optimizer parameters (the optimizer was built outside OptimizerCtx).
             StageError: an earlier call failed, or (synchronously) ``step_fn`` raised.
         """
+        if isinstance(step_fn, CompactOptimizer):
+            self._compact_step(step_fn, is_async, args, kwargs)
+            return
         if not callable(step_fn):
-            raise ConfigTypeError(f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable")
+            raise ConfigTypeError(
+                f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable or an optimizer made for this "
+                "model by roundpipe.optim.AdamW(model, ...) or its like"
+            )
         with self._entered():
             self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)
+
+    def _compact_step(self, optimizer: CompactOptimizer, is_async: bool, args: Any, kwargs: Any) -> None:
+        if optimizer._model is not self:
+            raise ConfigError(
+                f"step(): the optimizer was made for the model {optimizer._model.name!r}, not {self.name!r}"
+            )
+        if args or kwargs:
+            raise ConfigTypeError("step(): arguments belong to a step function; a compact optimizer takes none")
+        optimizer.step(is_async=is_async)
 
     def synchronize(self) -> None:
         """Waits for everything. Afterwards the host weights are the newest and ``.grad`` of the model's own parameters
@@ -205,6 +228,7 @@ class RoundPipe(nn.Module):
             return
         import warnings
 
+        self._state.wait_for_weights()
         warnings.warn(
             f"{self.name}: parameters() outside roundpipe.OptimizerCtx gives the host weights, which an optimizer must "
             "not be built on; use `with roundpipe.OptimizerCtx():` or optim_parameters() for an optimizer.",
@@ -270,9 +294,17 @@ class RoundPipe(nn.Module):
         own = target.state_dict().keys()
         if not own & state_dict.keys() and any(key.startswith("model.") for key in state_dict):
             state_dict = {key.removeprefix("model."): value for key, value in state_dict.items()}
+        # A weight that is loaded with the value it has keeps its finer master.
+        unchanged = {
+            id(parameter)
+            for name, parameter in target.named_parameters()
+            if isinstance(given := state_dict.get(name), torch.Tensor)
+            and given.shape == parameter.shape
+            and torch.equal(given.to(parameter), parameter)
+        }
         result = target.load_state_dict(state_dict, strict=strict)
         with self._entered():
-            self._state.adopt_edits(look_closely=True)
+            self._state.adopt_edits(look_closely=True, unchanged=unchanged)
         return result
 
     def _load_from_state_dict(
@@ -340,14 +372,18 @@ class RoundPipe(nn.Module):
     # -- attributes ----------------------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
         modules = self.__dict__.get("_modules", {})
-        if name == "model" and "model" in modules:
-            return modules["model"]
-        if name.startswith("__") or "model" not in modules:
+        if "model" not in modules or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         original = self.__dict__.get("original_model")
-        if original is not None and hasattr(original, name):
-            return getattr(original, name)
-        return getattr(modules["model"], name)
+        if name == "model":
+            found: Any = modules["model"]
+        elif original is not None and hasattr(original, name):
+            found = getattr(original, name)
+        else:
+            found = getattr(modules["model"], name)
+        if isinstance(found, (nn.Module, torch.Tensor)) and isinstance(self.__dict__.get("_state"), TrainingState):
+            self._state.wait_for_weights()  # whoever asks for these may look at weights
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN_ATTRIBUTES or "model" not in self.__dict__.get("_modules", {}) or name in self.__dict__:

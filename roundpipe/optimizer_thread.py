@@ -63,93 +63,45 @@ thread = OptimizerThread()
 at_engine_exit.append(thread.stop)
 
 
-class StepTask:
-    """One ``model.step``, or only the publishing of an earlier one. Dispatched with its tickets; ends by itself.
+class OptimizerTask:
+    """A step, or only the publishing of an earlier one. Dispatched with its tickets on the caller's thread; runs on
+    the optimizer thread and ends by itself.
 
-    In order: ``publish_first`` writes what earlier steps left in the optimizer's parameters; then the window's
-    gradients are taken and ``function`` runs; then ``publish_last``.
+    ``cancelled``: a call of ``window`` failed, so the step did not happen; ``error``: the step itself failed.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        parameters: OptimizerParameters,
-        units: list[Unit],
-        window: Window | None,
-        function: Callable[[], Any] | None,
-        *,
-        publish_first: bool,
-        publish_last: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, window: Window | None) -> None:
         self.engine = engine
-        self.parameters = parameters
         self.window = window
-        self.function = function
         self.error: BaseException | None = None
         self.cancelled = False
         self.ended = threading.Event()
-        trainable = [unit for unit in units if unit.trainable]
-        self._first = [(u, _ops.ticket_issue(u.handle, _PUBLISH)) for u in trainable] if publish_first else []
-        self._takes: list[tuple[Unit, Any, int]] = []
-        if window is not None:
-            # Gradients arrive from the last layer to the first.
-            for unit in reversed(trainable):
-                image = window.image(unit)
-                if image is not None:
-                    self._takes.append((unit, image, _ops.ticket_issue(unit.handle, _TAKE)))
-        self._last = [(u, _ops.ticket_issue(u.handle, _PUBLISH)) for u in trainable] if publish_last else []
         engine.steps_in_flight.add(self)
 
     def run(self) -> None:
         try:
-            self._publish(self._first)
-            self._first = []
-            self._take_and_step()
-            self._publish(self._last)
-            self._last = []
+            self._work()
         except BaseException as error:  # noqa: BLE001 (reaches the caller through `error`)
             self.error = error
         finally:
-            for _, ticket in self._first + self._last:
-                _ops.drop_quietly(_ops.ticket_finish, ticket, True)
-            for _, _, ticket in self._takes:
-                _ops.drop_quietly(_ops.ticket_finish, ticket, True)
-            self.function = None
+            self._let_go()
             self.engine.progress += 1
             self.ended.set()
 
-    def _publish(self, tickets: list[tuple[Unit, int]]) -> None:
-        conversions = [self.parameters.publish(self.engine, unit, ticket) for unit, ticket in tickets]
-        for conversion in conversions:
-            conversion.wait()
+    def _work(self) -> None:
+        raise NotImplementedError
 
-    def _take_and_step(self) -> None:
-        if self.window is None:
-            return
-        takes, self._takes = self._takes, []
-        taken = [(unit, self.parameters.take(self.engine, unit, image, ticket)) for unit, image, ticket in takes]
-        poisoned = False
-        for _, one in taken:
-            try:
-                one.wait()
-            except _ops.Poisoned:
-                poisoned = True
+    def _let_go(self) -> None:
+        """Poisons the tickets that nobody used."""
+        raise NotImplementedError
+
+    def _calls_ended_well(self) -> bool:
+        """Blocks until the calls of the window have ended; False, and cancelled, if one failed."""
+        assert self.window is not None
         for call in self.window.calls:
             call.wait_jobs()
-        if poisoned or any(call.error is not None for call in self.window.calls):
-            self.cancelled = True
-            return
-        for unit, one in taken:
-            one.assign(self.window.touched(unit))
-        taken.clear()
-        if self.function is None:
-            return
-        try:
-            self.function()
-        except Exception as error:
-            located = StageError(error, phase="step")
-            located.__cause__ = error
-            raise located from error
+        self.cancelled = any(call.error is not None for call in self.window.calls)
+        return not self.cancelled
 
     def wait(self) -> None:
         """Blocks until it has ended. Does not raise for a failure of the step: look at ``error``."""
@@ -170,4 +122,82 @@ class StepTask:
             return self.ended.wait(timeout=0.1)
 
 
-_PUBLISH, _TAKE = 1, 4  # TicketKind of the core
+class StepTask(OptimizerTask):
+    """A step by the caller's own function.
+
+    In order: ``publish_first`` writes what earlier steps left in the optimizer's parameters; then the window's
+    gradients are taken and ``function`` runs; then ``publish_last``.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parameters: OptimizerParameters,
+        units: list[Unit],
+        window: Window | None,
+        function: Callable[[], Any] | None,
+        *,
+        publish_first: bool,
+        publish_last: bool,
+    ) -> None:
+        super().__init__(engine, window)
+        self.parameters = parameters
+        self.function = function
+        trainable = [unit for unit in units if unit.trainable]
+        self._first = [(u, _ops.ticket_issue(u.handle, PUBLISH)) for u in trainable] if publish_first else []
+        self._takes: list[tuple[Unit, Any, int]] = []
+        if window is not None:
+            # Gradients arrive from the last layer to the first.
+            for unit in reversed(trainable):
+                image = window.image(unit)
+                if image is not None:
+                    self._takes.append((unit, image, _ops.ticket_issue(unit.handle, TAKE)))
+        self._last = [(u, _ops.ticket_issue(u.handle, PUBLISH)) for u in trainable] if publish_last else []
+
+    def _work(self) -> None:
+        self._publish(self._first)
+        self._first = []
+        self._take_and_step()
+        self._publish(self._last)
+        self._last = []
+
+    def _let_go(self) -> None:
+        for _, ticket in self._first + self._last:
+            _ops.drop_quietly(_ops.ticket_finish, ticket, True)
+        for _, _, ticket in self._takes:
+            _ops.drop_quietly(_ops.ticket_finish, ticket, True)
+        self.function = None
+
+    def _publish(self, tickets: list[tuple[Unit, int]]) -> None:
+        conversions = [self.parameters.publish(self.engine, unit, ticket) for unit, ticket in tickets]
+        for conversion in conversions:
+            conversion.wait()
+
+    def _take_and_step(self) -> None:
+        if self.window is None:
+            return
+        takes, self._takes = self._takes, []
+        taken = [(unit, self.parameters.take(self.engine, unit, image, ticket)) for unit, image, ticket in takes]
+        poisoned = False
+        for _, one in taken:
+            try:
+                one.wait()
+            except _ops.Poisoned:
+                poisoned = True
+        if not self._calls_ended_well() or poisoned:
+            self.cancelled = True
+            return
+        for unit, one in taken:
+            one.assign(self.window.touched(unit))
+        taken.clear()
+        if self.function is None:
+            return
+        try:
+            self.function()
+        except Exception as error:
+            located = StageError(error, phase="step")
+            located.__cause__ = error
+            raise located from error
+
+
+PUBLISH, TAKE = 1, 4  # TicketKind of the core

@@ -41,6 +41,11 @@ class _Owners:
     def _owned_by(self, owner: Owner) -> set[int]:
         return {key for key, (parameter, of) in self._of.items() if parameter() is not None and of() is owner}
 
+    def of(self, parameter: nn.Parameter) -> Owner | None:
+        """The living wrapper that owns a parameter."""
+        with self._lock:
+            return self._owner(parameter)
+
     def claim(self, parameters: Iterable[tuple[str, nn.Parameter]], claimant: Owner) -> None:
         """Makes ``claimant`` the owner of named parameters; see Note [Takeover].
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from . import _ops
 from . import engine as engines
 from .buffers import HostBuffers, undo_all
 from .call import Call
+from .compact_step import CompactStep
+from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
 from .errors import ConfigError
@@ -21,13 +24,17 @@ from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .measurements import Measurements
 from .optimizer_params import OptimizerParameters
-from .optimizer_thread import StepTask
+from .optimizer_thread import OptimizerTask, StepTask
 from .optimizer_thread import thread as optimizer_thread
 from .plan import LayerCost
 from .plan_keeper import PlanKeeper
 from .structure import Structure
 from .units import Unit, build_units
 from .window import Window
+
+if TYPE_CHECKING:
+    from .optim.compact import CompactOptimizer
+    from .optim.compact_memory import CompactMemory
 
 
 class TrainingState:
@@ -47,10 +54,11 @@ class TrainingState:
         self.facts = [LayerFacts() for _ in layers]
         self.loss_facts = LayerFacts()
         self.optimizer = OptimizerParameters(self.units, optim_dtype)
+        self.compact = CompactTraining()
         self.window = Window()
         self.engine: Engine | None = None
         self._calls: list[Call] = []  # not known to have ended well
-        self._tasks: list[StepTask] = []
+        self._tasks: list[OptimizerTask] = []
         self._unpublished = False
         self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
@@ -149,13 +157,14 @@ class TrainingState:
         """Whether gradients or optimizer parameters exist, or work is under way."""
         self.raise_failures()
         self._forget_ended()
-        return bool(self._calls or self._tasks or self.window or self.optimizer)
+        return bool(self._calls or self._tasks or self.window or self.optimizer or self.compact.memory)
 
-    def adopt_edits(self, look_closely: bool = False) -> None:
+    def adopt_edits(self, look_closely: bool = False, unchanged: Container[int] = ()) -> None:
         """Weights that the user edited on the host reach the optimizer's copy before anything could revert them.
 
         ``look_closely`` compares values instead of trusting version counters (which ``.data`` edits do not raise);
-        requires that the newest weights are on the host.
+        requires that the newest weights are on the host. ``unchanged``: parameters (by id) that were written, but with
+        the values that they had.
         """
         self.structure.check()
         edited = [
@@ -165,7 +174,7 @@ class TrainingState:
             if parameter._version != self._versions[id(parameter)]
             or (layout.nbytes and parameter.data_ptr() != unit.image.data_ptr() + layout.offset)
         ]
-        if look_closely:
+        if look_closely and self.compact.memory is None:
             edited = [p for unit in self.units for p in unit.parameters if self.optimizer.differs(p)]
         if not edited:
             return
@@ -174,6 +183,7 @@ class TrainingState:
         for unit in self.units:
             unit.ensure_packed()
         self.optimizer.refresh(edited)
+        self.compact.follow_edits([p for p in edited if id(p) not in unchanged])
         self._note_versions()
 
     # -- gradients on the host model -----------------------------------------------------------------------------
@@ -219,18 +229,27 @@ class TrainingState:
         for unit in self.units:
             for parameter in unit.parameters:
                 parameter.grad = None
-        self.drain()
-        self.optimizer.zero_grad(set_to_none)
+        if self.optimizer:
+            self.drain()
+            self.optimizer.zero_grad(set_to_none)
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def ensure_optimizer_parameters(self) -> None:
+        self._refuse_beside_compact()
         self._publish_pending()
         self.optimizer.ensure()
+
+    def _refuse_beside_compact(self) -> None:
+        if self.compact.memory is not None:
+            self._publish_pending()
+            self._forget_ended()  # steps under way keep the memory of an optimizer that is gone
+            self.compact.refuse_others()
 
     def step(self, function: Callable[[], Any], is_async: bool) -> None:
         if optimizer_thread.is_current():
             raise ConfigError("step() was called inside a step function; call it on the main thread")
         self.prepare()
+        self._refuse_beside_compact()
         if not self.optimizer:
             if self.window:
                 raise ConfigError(
@@ -260,8 +279,27 @@ class TrainingState:
             publish_first=publish_first,
             publish_last=publish_last,
         )
+        self._submit(task)
+
+    def _submit(self, task: OptimizerTask) -> None:
         self._tasks.append(task)
         optimizer_thread.submit(task.run)
+
+    def attach_optimizer(self, memory: CompactMemory) -> None:
+        """A compact optimizer was made for this model; whatever trained it before does so no more."""
+        self.raise_failures()
+        self._publish_pending()
+        self.compact.attach(memory)
+        self.optimizer = OptimizerParameters(self.units, self.optimizer.dtype)
+
+    def compact_step(self, optimizer: CompactOptimizer, is_async: bool) -> None:
+        self.prepare()
+        optimizer.ensure_state(self.drain)
+        with uninterrupted():
+            self.generation += self.compact.has_pending or not is_async
+            step = self.compact.step(self._engine(), self.units, self.window, optimizer, is_async)
+            self.window = Window()
+            self._submit(step)
 
     def _publish_pending(self) -> None:
         """The newest weights reach the host."""
@@ -270,6 +308,11 @@ class TrainingState:
             with uninterrupted():
                 self._unpublished = False
                 self._dispatch(None, None, publish_first=True, publish_last=False)
+        if self.compact.has_pending:
+            self._follow_engine()
+            with uninterrupted():
+                self.generation += 1
+                self._submit(self.compact.publish(self._engine(), self.units))
         self.drain()
 
     # -- waiting and failing -------------------------------------------------------------------------------------
@@ -282,6 +325,18 @@ class TrainingState:
             call.wait_jobs()
         for task in self._tasks:
             task.wait()
+
+    def wait_for_weights(self) -> None:
+        """Blocks until no compact step is writing host weights; for the threads of the user."""
+        running = [t for t in self._tasks if isinstance(t, CompactStep) and not t.ended.is_set()]
+        thread = threading.current_thread()
+        if (
+            running
+            and not optimizer_thread.is_current()
+            and all(w.thread is not thread for w in self._engine().workers)
+        ):
+            for task in running:
+                task.wait()
 
     def synchronize(self) -> None:
         self.raise_failures()
@@ -318,12 +373,13 @@ class TrainingState:
             return
         self.drain()
         error = self._first_failure()
-        step_failed = any(t.error is not None or t.cancelled for t in self._tasks)
+        failed = [t for t in self._tasks if t.error is not None or t.cancelled]
         self._recover()
-        if step_failed and self.optimizer:
+        if failed:
             # The next call must see what it would have seen without the failed step, and what a step did before it
             # failed counts, as in PyTorch.
-            self._unpublished = True
+            self._unpublished = bool(self.optimizer)
+            self.compact.recover(failed)
             self._publish_pending()
         if error is not None:
             raise error

@@ -63,7 +63,11 @@ def test_training_calls_every_operator_of_the_table(called_operators: set[str]) 
             )
             wrapped.step(optimizer.step)
         wrapped.synchronize()
-        del wrapped, optimizer
+        compact = roundpipe.optim.SGD(wrapped, lr=0.1, max_grad_norm=1.0)
+        wrapped.forward_backward((torch.randn(6, 8),), loss_fn=lambda out, _: out.square().mean())
+        wrapped.step(compact)
+        wrapped.synchronize()
+        del wrapped, optimizer, compact
     assert named - called_operators == set()
 
 

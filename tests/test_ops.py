@@ -118,6 +118,54 @@ def test_take_and_publish_through_tickets(rig: Rig) -> None:
     _ops.unit_close(unit)
 
 
+def test_a_queued_step_is_the_step_of_the_drop_in_operators(rig: Rig) -> None:
+    """In place and beside, split and not, several groups and steps, a moment that is not kept; behind two tickets."""
+    torch.manual_seed(0)
+    weights = [torch.randn(n) for n in (1000, 0, 3, 70_000)]
+    upper, low = [torch.empty(1000, dtype=d) for d in (torch.bfloat16, torch.int16)]
+    _ops.split_master(weights[0], upper, low)
+    weights[0] = weights[0].clone()
+    gradients = [torch.randn_like(w).to(torch.bfloat16) for w in weights]
+    moments = [[torch.rand_like(w) for w in weights] for _ in range(3)]
+    moments[2][0] = moments[2][2] = torch.empty(0)  # no amsgrad in the first group
+    groups, steps, factor = [0, 1, 0, 1], [3.0, 1.0, 3.0, 9.0], 0.25
+    rows = [(0.1, 0.9, 0.99, 1e-8, 0.1, True, False), (0.2, 0.8, 0.95, 1e-4, 0.01, False, True)]
+    names = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+    want = [w.clone() for w in weights]
+    want_moments = [[m.clone() for m in row] for row in moments]
+    for i in range(4):
+        largest = [want_moments[2][i]] if groups[i] else []
+        _ops.adam_update(
+            [want[i]], [], [gradients[i]], [want_moments[0][i]], [want_moments[1][i]], largest, [steps[i]],
+            factor=factor, **dict(zip(names, rows[groups[i]], strict=True)),
+        )  # fmt: skip
+    held, offsets, size = image_of(torch.zeros(64))
+    unit = _ops.unit_open(rig.engine, held, offsets, size, 256)
+    beside, published = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(70_000, dtype=torch.bfloat16)
+    masters = [low, weights[1], weights[2], torch.zeros(70_000)]
+    update = _ops.update_fused(
+        rig.engine, [_ops.ticket_issue(unit, TAKE), _ops.ticket_issue(unit, PUBLISH)], "adam", masters,
+        [upper, *weights[1:]], [beside, weights[1], weights[2], published], gradients,
+        [m for row in moments for m in row], steps, [], groups, [float(x) for row in rows for x in row], factor,
+    )  # fmt: skip
+    assert _ops.wait(_ops.update_wait, rig.engine, update, timeout_s=20)
+    assert _ops.unit_counters(unit)[5:] == [0, 1, 0, 0, 1]
+    joined = torch.empty(1000)
+    _ops.join_master(beside, low, joined)
+    for got, wanted in zip([joined, weights[1], weights[2], masters[3]], want, strict=True):
+        assert torch.equal(got, wanted)
+    for row, wanted_row in zip(moments, want_moments, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(row, wanted_row, strict=True))
+    _ops.split_master(want[3], split := torch.empty_like(published), torch.empty(70_000, dtype=torch.int16))
+    assert torch.equal(published, split)
+    sums = torch.zeros(2, dtype=torch.float64)
+    update = _ops.update_square_sum(rig.engine, [], gradients, sums)
+    assert _ops.wait(_ops.update_wait, rig.engine, update, timeout_s=20)
+    exact = sum(g.double().square().sum() for g in gradients)
+    torch.testing.assert_close(sums.sum(), exact, rtol=1e-12, atol=0)
+    _ops.unit_close(unit)
+
+
 def test_stash_on_one_device_and_fetch_on_another(rig: Rig) -> None:
     sources = [torch.randn(5, 3), torch.arange(4), torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 2)]
     record = _ops.stash(rig.engine, 0, sources, ACTIVATIONS, 0)

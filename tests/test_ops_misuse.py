@@ -47,6 +47,16 @@ def rig() -> Iterator[SimpleNamespace]:
         _ops.engine_close(engine)
 
 
+def fused(r: SimpleNamespace, **changed: Any) -> tuple[Any, ...]:
+    """Arguments of update_fused that are right but for ``changed``."""
+    arguments: dict[str, Any] = dict(
+        tickets=[], algorithm="adam", masters=[X.clone()], sources=[], published=[], gradients=[X],
+        moments=[X.clone(), X.clone()], steps=[1.0], seeds=[], groups=[0],
+        options=[0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0], factor=1.0,
+    )  # fmt: skip
+    return r.engine, *(arguments | changed).values()
+
+
 BAD_INDEX = r"an index from 0 to \d+ \(exclusive\), got -?\d+"
 # operator -> calls that must fail with a ConfigError of this text. A call gets the rig and returns the arguments.
 CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]] = {
@@ -153,6 +163,26 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, 0, [X], [torch.zeros(4, dtype=torch.int32)], [0]), "float dtypes on both sides"),
         (lambda r: (r.engine, r.foreign_ticket, [X], [X.clone()], [0]), "another engine"),
         (lambda r: (r.engine, r.unit, [X], [X.clone()], [0]), "a handle of a unit"),
+    ],
+    "update_fused": [
+        (lambda r: fused(r, algorithm="adagrad"), "'algorithm'.*'adam', 'sgd' or 'lion', got 'adagrad'"),
+        (lambda r: fused(r, gradients=[]), "'gradients'.*1 elements.*got 0"),
+        (lambda r: fused(r, moments=[X.clone()] * 4), "'moments'.*at most 3, got 4 for 1"),
+        (lambda r: fused(r, moments=[torch.zeros(5)]), r"'moments\[0\]'.*4 elements"),
+        (lambda r: fused(r, steps=[0.0]), r"'steps\[0\]'.*1 or more"),
+        (lambda r: fused(r, groups=[1]), "'groups'.*from 0 to 1"),
+        (lambda r: fused(r, options=[0.1] * 6), "'options'.*7 numbers a group, got 6"),
+        (lambda r: fused(r, options=[0.1, 1.0, 0.9, 0.0, 0.0, 0.0, 0.0]), r"'options\[1\]'.*from 0 to 1"),
+        (lambda r: fused(r, options=[float("nan"), 0.9, 0.9, 0.0, 0.0, 0.0, 0.0]), r"'options\[0\]'.*finite"),
+        (lambda r: fused(r, sources=[X.bfloat16()]), r"'sources\[0\]'.*dtype of its master"),
+        (lambda r: fused(r, masters=[X.short()], sources=[X], published=[X.bfloat16()]), r"'sources\[0\]'.*bfloat16"),
+        (lambda r: fused(r, tickets=[r.foreign_ticket]), "another engine"),
+        (lambda r: fused(r, tickets=[r.unit]), "a handle of a unit"),
+    ],
+    "update_square_sum": [
+        (lambda r: (r.engine, [], [X], torch.zeros(2, dtype=torch.float64)), "'sums'.*1 float64, got Double"),
+        (lambda r: (r.engine, [], [X], torch.zeros(1)), "'sums'.*1 float64, got Float"),
+        (lambda r: (r.engine, [], [X.int()], torch.zeros(1, dtype=torch.float64)), r"\[0\]'.*float32, bfloat16"),
     ],
     "update_wait": [(lambda r: (r.engine, -1, 0), "'update'"), (lambda r: (r.engine, 10**6, 0), "1000000")],
     "isa_force": [(lambda r: ("sse9",), "sse9")],

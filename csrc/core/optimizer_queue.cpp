@@ -66,7 +66,7 @@ struct OptimizerQueue::State {
 
   void dispatch();
   void execute(Pending& pending);
-  TicketState wait_for_ticket(const Update& update);
+  TicketState wait_for_ticket(const UpdateTicket& one);
   void run_body(Pending& pending);
   void remember(std::uint64_t number, std::exception_ptr failure);
 
@@ -106,7 +106,9 @@ OptimizerQueue::~OptimizerQueue() {
 std::uint64_t OptimizerQueue::submit(Update update) {
   RP_REQUIRE(update.elements == 0 || update.body,
              "OptimizerQueue: an update of " + std::to_string(update.elements) + " elements needs a body");
-  RP_REQUIRE(!update.ticket || update.unit, "OptimizerQueue: an update with a ticket needs the unit that issued it");
+  for (const UpdateTicket& one : update.tickets) {
+    RP_REQUIRE(one.unit, "OptimizerQueue: an update with a ticket needs the unit that issued it");
+  }
   auto pending = std::make_unique<State::Pending>(State::Pending{0, std::move(update)});
   State& state = *state_;
   if (state.checker != nullptr) state.checker->release(pending.get(), state.checker->this_thread());
@@ -203,11 +205,12 @@ void OptimizerQueue::State::execute(Pending& pending) {
   } catch (...) {
     failure = std::current_exception();
   }
-  try {
-    if (update.ticket)
-      failure ? update.unit->clock.poison(*update.ticket) : update.unit->clock.complete(*update.ticket);
-  } catch (...) {
-    if (!failure) failure = std::current_exception();
+  for (const UpdateTicket& one : update.tickets) {
+    try {
+      failure ? one.unit->clock.poison(one.ticket) : one.unit->clock.complete(one.ticket);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
   }
   update = Update();
   const std::uint64_t number = pending.number;
@@ -224,14 +227,14 @@ void OptimizerQueue::State::execute(Pending& pending) {
   ended_one.notify_all();
 }
 
-TicketState OptimizerQueue::State::wait_for_ticket(const Update& update) {
-  const ScopedSpan span(SpanKind::kWait, "update ticket", update.unit->id);
+TicketState OptimizerQueue::State::wait_for_ticket(const UpdateTicket& one) {
+  const ScopedSpan span(SpanKind::kWait, "update ticket", one.unit->id);
   for (;;) {
     {
       std::lock_guard lock(mutex);
       if (stop) return TicketState::kWaiting;
     }
-    const TicketState state = update.unit->clock.wait(*update.ticket, kLookForShutdown);
+    const TicketState state = one.unit->clock.wait(one.ticket, kLookForShutdown);
     if (state != TicketState::kWaiting) return state;
   }
 }
@@ -240,10 +243,11 @@ void OptimizerQueue::State::run_body(Pending& pending) {
   Update& update = pending.update;
   const auto poisoned = [&](const char* why) {
     return Poisoned("optimizer update " + std::to_string(pending.number) +
-                    (update.unit ? " of unit " + std::to_string(update.unit->id) : "") + " did not run: " + why);
+                    (update.tickets.empty() ? "" : " of unit " + std::to_string(update.tickets.front().unit->id)) +
+                    " did not run: " + why);
   };
-  if (update.ticket) {
-    switch (wait_for_ticket(update)) {
+  for (const UpdateTicket& one : update.tickets) {
+    switch (wait_for_ticket(one)) {
       case TicketState::kReady:
         break;
       case TicketState::kPoisoned:
@@ -251,7 +255,8 @@ void OptimizerQueue::State::run_body(Pending& pending) {
       case TicketState::kWaiting:
         throw poisoned("the queue was shut down");
     }
-  } else {
+  }
+  if (update.tickets.empty()) {
     std::lock_guard lock(mutex);
     if (stop) throw poisoned("the queue was shut down");
   }
@@ -261,7 +266,8 @@ void OptimizerQueue::State::run_body(Pending& pending) {
       checker->access(self, access.access, access.range, access.bytes, access.what);
     }
   }
-  const ScopedSpan span(SpanKind::kUpdate, "update", update.unit ? update.unit->id : pending.number);
+  const ScopedSpan span(SpanKind::kUpdate, "update",
+                        update.tickets.empty() ? pending.number : update.tickets.front().unit->id);
   pool.run(update.elements, update.grain, update.body);
 }
 

@@ -1,4 +1,4 @@
-// CPU work beside the GPUs: a FIFO of per-unit updates, each started once its ticket is ready and run in slices on a
+// CPU work beside the GPUs: a FIFO of per-unit updates, each started once its tickets are ready and run in slices on a
 // thread pool of its own.
 #pragma once
 
@@ -8,7 +8,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +24,14 @@ struct HostAccess {  // declared to the checker for the whole update
   const char* what;
 };
 
+struct UpdateTicket {
+  std::shared_ptr<WeightUnit> unit;  // that issued it
+  Ticket ticket;
+};
+
 struct Update {
-  std::shared_ptr<WeightUnit> unit;
-  std::optional<Ticket> ticket;  // waited for, and completed (or poisoned) afterwards
+  // All waited for, and all completed (or poisoned) afterwards: an update in place takes gradients and publishes.
+  std::vector<UpdateTicket> tickets;
   std::size_t elements = 0;
   // Smallest slice; every slice begins at a multiple of it.
   std::size_t grain = std::size_t{1} << 16;
@@ -46,7 +50,7 @@ class OptimizerQueue {
   // A number that only grows, from 1. Throws Error after shutdown.
   std::uint64_t submit(Update update);
   // True once this update and all before it have ended; false on time-out. Rethrows the failure of this update
-  // (Poisoned if its ticket was), once; other updates go on.
+  // (Poisoned if one of its tickets was), once; other updates go on.
   bool wait(std::uint64_t number, std::chrono::milliseconds timeout);
   // The oldest failure that no wait() has thrown yet, or null: for whoever ends a phase without waiting for each
   // number. Of more than a few thousand such failures the first and the newest are kept.

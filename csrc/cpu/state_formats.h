@@ -34,9 +34,13 @@ struct WeightSpan {
   MasterFormat format = MasterFormat::kFloat32;
   void* master = nullptr;       // what the update reads and writes; of a split master, the int16
   const void* upper = nullptr;  // split only: the bfloat16 that is read; may be `published`
-  // The weight rounded to nearest even, written only; null: none. Of a split master: the bfloat16 that is written.
+  // Not split: where the master is read, when what is written must not replace it; null: at `master`.
+  const void* before = nullptr;
+  // The weight, written only; null: none. Of a split master: the bfloat16 that is written.
   void* published = nullptr;
   DType published_dtype = DType::kBFloat16;
+  // A published bfloat16 is rounded as that of a split master, so that both train alike; else to nearest even.
+  bool ties_away = false;
 };
 
 struct MomentSpan {

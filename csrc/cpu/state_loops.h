@@ -56,7 +56,7 @@ RP_INLINE typename Isa::Vec load_weight(const WeightSpan& weight, std::size_t at
   if (weight.format == MasterFormat::kSplit) {
     return Isa::load_split(element(weight.upper, at, 2), element(weight.master, at, 2));
   }
-  return load_any<Isa>(weight.master, plain_dtype(weight.format), at);
+  return load_any<Isa>(weight.before, plain_dtype(weight.format), at);
 }
 
 template <class Isa>
@@ -65,7 +65,12 @@ RP_INLINE void store_weight(const WeightSpan& weight, std::size_t at, typename I
     return Isa::store_split(element(weight.published, at, 2), element(weight.master, at, 2), value);
   }
   store_any<Isa>(weight.master, plain_dtype(weight.format), at, value);
-  if (weight.published != nullptr) store_any<Isa>(weight.published, weight.published_dtype, at, value);
+  if (weight.published == nullptr) return;
+  if (!weight.ties_away || weight.published_dtype != DType::kBFloat16) {
+    return store_any<Isa>(weight.published, weight.published_dtype, at, value);
+  }
+  alignas(64) std::byte low[kLanes * 2];
+  Isa::store_split(element(weight.published, at, 2), low, value);
 }
 
 inline std::uint64_t scramble(std::uint64_t x) {
@@ -116,7 +121,11 @@ class PaddedSpans {
   PaddedSpans(const UpdateSpans& spans, std::size_t at, std::size_t n) : spans_(spans), at_(at), n_(n) {
     const std::size_t master = spans.weight.format == MasterFormat::kFloat32 ? 4 : 2;
     take(padded_.weight.master, spans.weight.master, master);
+    void* before = nullptr;
+    take(before, const_cast<void*>(spans.weight.before), master);
+    padded_.weight.before = before;
     padded_.weight.format = spans.weight.format;
+    padded_.weight.ties_away = spans.weight.ties_away;
     padded_.weight.published_dtype = spans.weight.published_dtype;
     if (spans.weight.published != nullptr) {
       take(padded_.weight.published, spans.weight.published, published_bytes());
@@ -169,14 +178,16 @@ class PaddedSpans {
   const UpdateSpans& spans_;
   std::size_t at_, n_;
   UpdateSpans padded_;
-  alignas(64) std::byte memory_[7][kLanes * sizeof(float)] = {};
+  alignas(64) std::byte memory_[8][kLanes * sizeof(float)] = {};
   std::size_t used_ = 0;
 };
 
 // `Algorithm<Isa>` holds a step's numbers as vectors; its step(spans, at, random) updates the vector at `at`.
 template <class Isa, template <class> class Algorithm, class Numbers>
 RP_TARGET void update_loop(const UpdateSpans& given, const Numbers& numbers, std::size_t begin, std::size_t end) {
-  const UpdateSpans spans = given;  // a copy that no store can alias stays in registers
+  UpdateSpans with_source = given;
+  if (with_source.weight.before == nullptr) with_source.weight.before = with_source.weight.master;
+  const UpdateSpans spans = with_source;  // a copy that no store can alias stays in registers
   const Algorithm<Isa> algorithm(numbers);
   const bool stochastic = spans.rounding.stochastic;
   while (begin < end) {

@@ -19,6 +19,8 @@ struct UpdateKernels {
   // float32 to and from a split master, see Note [Split master]. No alignment needed; no overlap.
   void (*split)(void* upper, void* low, const float* from, std::size_t n);
   void (*join)(float* to, const void* upper, const void* low, std::size_t n);
+  // In double, in one order for all instruction sets; infinite or NaN exactly if some element is.
+  double (*square_sum)(const void* from, DType dtype, std::size_t n);
 };
 
 std::span<const UpdateKernels> update_kernels();  // best first; every compiled one, supported here or not

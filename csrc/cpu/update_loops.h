@@ -145,6 +145,23 @@ RP_TARGET void join_loop(float* to, const void* upper, const void* low, std::siz
 }
 
 template <class Isa>
+RP_TARGET double square_sum_loop(const void* from, DType dtype, std::size_t n) {
+  typename Isa::Squares sum = Isa::no_squares();
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) sum = Isa::add_squares(sum, load_any<Isa>(from, dtype, i));
+  if (i < n) {
+    alignas(64) std::byte rest[kLanes * 4] = {};
+    std::memcpy(rest, element(from, i, width(dtype)), (n - i) * width(dtype));
+    sum = Isa::add_squares(sum, load_any<Isa>(rest, dtype, 0));
+  }
+  double lanes[kLanes];
+  Isa::store_squares(lanes, sum);
+  double total = 0;
+  for (const double lane : lanes) total += lane;
+  return total;
+}
+
+template <class Isa>
 constexpr UpdateKernels update_row(const char* isa) {
   return {isa,
           Isa::supported,
@@ -152,7 +169,8 @@ constexpr UpdateKernels update_row(const char* isa) {
           update_loop<Isa, Sgd, SgdNumbers>,
           update_loop<Isa, Lion, LionNumbers>,
           split_loop<Isa>,
-          join_loop<Isa>};
+          join_loop<Isa>,
+          square_sum_loop<Isa>};
 }
 
 }  // namespace

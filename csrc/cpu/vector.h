@@ -7,6 +7,7 @@
 //   add, subtract, multiply, multiply_add (a * b + c), divide, square_root, broadcast;
 //   maximum (NaN if either is), sign (-1, 0, 1; NaN stays), as torch's functions of these names but for sign's NaN;
 //   load_split, store_split: Note [Split master] in state_formats.h;
+//   Squares, sixteen doubles, with no_squares, add_squares (of floats: exact products), store_squares;
 //   lane_numbers, exclusive_or, multiply, fold, upper_half: what a hash takes; store_stochastic: bfloat16, rounded up
 //   in magnitude when the discarded half plus the low half of `random` carries.
 #pragma once

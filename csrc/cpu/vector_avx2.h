@@ -134,6 +134,27 @@ struct Avx2 {
     store_bits(low, low_halves(first, second));
   }
 
+  struct Squares {
+    __m256d quarter[4];
+  };
+  static RP_INLINE Squares no_squares() {
+    const __m256d zero = _mm256_setzero_pd();
+    return {{zero, zero, zero, zero}};
+  }
+  static RP_INLINE __m256d add_squares(__m256d sum, __m128 a) {
+    const __m256d wide = _mm256_cvtps_pd(a);
+    return _mm256_fmadd_pd(wide, wide, sum);
+  }
+  static RP_INLINE Squares add_squares(Squares sum, Vec a) {
+    return {{add_squares(sum.quarter[0], _mm256_castps256_ps128(a.low)),
+             add_squares(sum.quarter[1], _mm256_extractf128_ps(a.low, 1)),
+             add_squares(sum.quarter[2], _mm256_castps256_ps128(a.high)),
+             add_squares(sum.quarter[3], _mm256_extractf128_ps(a.high, 1))}};
+  }
+  static RP_INLINE void store_squares(double* to, Squares sum) {
+    for (int i = 0; i < 4; ++i) _mm256_storeu_pd(to + 4 * i, sum.quarter[i]);
+  }
+
   struct Bits {
     __m256i low, high;
   };

@@ -91,6 +91,20 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(low), _mm512_cvtepi32_epi16(bits));
   }
 
+  struct Squares {
+    __m512d low, high;
+  };
+  static RP_INLINE Squares no_squares() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+  static RP_INLINE Squares add_squares(Squares sum, Vec a) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(a));
+    const __m512d high = _mm512_cvtps_pd(_mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
+    return {_mm512_fmadd_pd(low, low, sum.low), _mm512_fmadd_pd(high, high, sum.high)};
+  }
+  static RP_INLINE void store_squares(double* to, Squares sum) {
+    _mm512_storeu_pd(to, sum.low);
+    _mm512_storeu_pd(to + 8, sum.high);
+  }
+
   using Bits = __m512i;
   static RP_INLINE Bits lane_numbers(std::uint32_t first) {
     return _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(first)),

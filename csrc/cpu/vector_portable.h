@@ -132,6 +132,16 @@ struct Portable {
     std::memcpy(low, rest, sizeof rest);
   }
 
+  struct Squares {
+    double lane[kLanes];
+  };
+  static RP_INLINE Squares no_squares() { return {}; }
+  static RP_INLINE Squares add_squares(Squares sum, const Vec& a) {
+    for (std::size_t i = 0; i < kLanes; ++i) sum.lane[i] += double{a.lane[i]} * double{a.lane[i]};
+    return sum;
+  }
+  static RP_INLINE void store_squares(double* to, const Squares& sum) { std::memcpy(to, sum.lane, sizeof sum.lane); }
+
   struct Bits {
     std::uint32_t lane[kLanes];
   };

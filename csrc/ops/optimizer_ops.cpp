@@ -8,7 +8,7 @@
 #include "ops/checks.h"
 #include "ops/element_convert.h"
 #include "ops/guard.h"
-#include "ops/unit.h"
+#include "ops/update_tickets.h"
 
 namespace roundpipe::ops {
 namespace {
@@ -52,12 +52,7 @@ std::int64_t update_convert(std::int64_t engine, std::int64_t ticket, std::vecto
   }
   update.grain = static_cast<std::size_t>(kGrain);
   update.body = [batch](std::size_t begin, std::size_t end) { batch->run(begin, end); };
-  if (ticket != 0) {
-    HandleRegistry::global().get<TicketHandle>(ticket, "ticket")->require_engine(use.share(), "ticket");
-    const auto handle = HandleRegistry::global().take<TicketHandle>(ticket, "ticket");
-    update.unit = std::shared_ptr<WeightUnit>(handle->body, &handle->body->unit);
-    update.ticket = handle->ticket;
-  }
+  if (ticket != 0) give_tickets(use, {ticket}, "ticket", update);
   return static_cast<std::int64_t>(use->queue().submit(std::move(update)));
 }
 

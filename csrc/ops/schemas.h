@@ -77,6 +77,14 @@
   /* element-wise targets[i] = / += convert(sources[i]); ticket 0 = none; the ticket's handle ends with the update */   \
   def("update_convert(int engine, int ticket, Tensor[] sources, Tensor[] targets, int[] accumulate) -> int")         \
   def("update_wait(int engine, int update, int timeout_ms) -> bool")                                                 \
+  /* One step of "adam", "sgd" or "lion" in place, behind all tickets. Lists as for adam_update, position by position;  */ \
+  /* sources: where weights are read, empty for where they are written; moments: all first ones, then all second ones, */ \
+  /* ...; groups[i]: which row of options, which holds the algorithm's numbers group after group. */                   \
+  def("update_fused(int engine, int[] tickets, str algorithm, Tensor[] masters, Tensor[] sources, "                    \
+      "Tensor[] published, Tensor[] gradients, Tensor[] moments, float[] steps, int[] seeds, int[] groups, "           \
+      "float[] options, float factor) -> int")                                                                         \
+  /* sums[k]: of the squares of the k-th 65536 elements of the tensors laid end to end */                              \
+  def("update_square_sum(int engine, int[] tickets, Tensor[] sources, Tensor sums) -> int")                            \
   /* -- fused optimizer steps, at once ------------------------------------------------------------------------- */    \
   /* Lists position by position, contiguous host tensors. masters: float32, bfloat16, float16, or int16, the low half */ \
   /* of a split master whose bfloat16 is published[i]. An empty list: none. factor multiplies every gradient. seeds: */ \

@@ -44,10 +44,18 @@ void set_weight(cpu::WeightSpan& weight, const UpdateTensors& tensors, std::size
     refuse(name, "float32, bfloat16, float16, or int16 (the low half of a split master)", describe(master));
   }
   weight.master = master.mutable_data_ptr();
+  weight.ties_away = tensors.ties_away;
   weight.format = split                       ? MasterFormat::kSplit
                   : *dtype == DType::kFloat32 ? MasterFormat::kFloat32
                   : *dtype == DType::kFloat16 ? MasterFormat::kFloat16
                                               : MasterFormat::kBFloat16;
+  if (!split && !tensors.sources.empty()) {
+    const Tensor& source = tensors.sources[i];
+    if (require_float(source, at("sources", i), master.numel()) != *dtype) {
+      refuse(at("sources", i), "the dtype of its master, " + describe(master), describe(source));
+    }
+    weight.before = source.const_data_ptr();
+  }
   if (tensors.published.empty()) {
     if (split) refuse("published", "a bfloat16 tensor for the split master " + name, "no tensors");
     return;
@@ -57,8 +65,16 @@ void set_weight(cpu::WeightSpan& weight, const UpdateTensors& tensors, std::size
   if (split && weight.published_dtype != DType::kBFloat16) {
     refuse(at("published", i), "bfloat16, the upper half of the split master " + name, describe(published));
   }
+  if (!split && published.const_data_ptr() == weight.master) return;
   weight.published = published.mutable_data_ptr();
-  weight.upper = split ? weight.published : nullptr;
+  if (!split) return;
+  weight.upper = weight.published;
+  if (tensors.sources.empty()) return;
+  const Tensor& source = tensors.sources[i];
+  if (require_float(source, at("sources", i), master.numel()) != DType::kBFloat16) {
+    refuse(at("sources", i), "bfloat16, the upper half of the split master " + name, describe(source));
+  }
+  weight.upper = source.const_data_ptr();
 }
 
 }  // namespace
@@ -71,6 +87,7 @@ UpdateList::UpdateList(const UpdateTensors& tensors) {
   require_length("gradients", tensors.gradients.size(), false);
   require_length("published", tensors.published.size(), true);
   require_length("seeds", tensors.seeds.size(), true);
+  require_length("sources", tensors.sources.size(), true);
   for (const auto& [name, list] : tensors.moments) require_length(name, list.size(), true);
   if (!tensors.seeds.empty()) require_length("steps", tensors.steps.size(), false);
   for (std::size_t i = 0; i < count; ++i) {
@@ -81,7 +98,7 @@ UpdateList::UpdateList(const UpdateTensors& tensors) {
     spans.gradient = tensors.gradients[i].const_data_ptr();
     for (std::size_t m = 0; m < tensors.moments.size(); ++m) {
       const auto& [name, list] = tensors.moments[m];
-      if (list.empty()) continue;
+      if (list.empty() || (list[i].numel() == 0 && elements != 0)) continue;
       spans.moments[m].dtype = require_float(list[i], at(name, i), elements);
       spans.moments[m].data = list[i].mutable_data_ptr();
     }

@@ -14,14 +14,16 @@ namespace roundpipe::ops {
 
 // The names are those of the operator's arguments. An empty `published`, moment or `seeds` list: there is none.
 struct UpdateTensors {
-  std::vector<Tensor> masters, published, gradients;
+  std::vector<Tensor> masters, published, gradients;  // published[i] over masters[i]'s memory: none
   struct Moments {
     const char* name;
-    std::vector<Tensor> tensors;
+    std::vector<Tensor> tensors;  // one of no elements: this tensor has no such moment
   };
   std::vector<Moments> moments;
   std::vector<std::int64_t> seeds;  // one a tensor: bfloat16 moments are rounded stochastically
   std::vector<double> steps;        // one a tensor; of stochastic rounding
+  std::vector<Tensor> sources;      // where weights are read (of a split master, its upper half); empty: where written
+  bool ties_away = false;           // as in cpu::WeightSpan
 };
 
 class UpdateList {

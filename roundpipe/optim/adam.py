@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .. import _ops
 from .flat_memory import FlatMemory, real
-from .host_optimizer import HostOptimizer, check_betas, check_implementation, check_number, scalar
+from .host_optimizer import HostOptimizer, check_betas, check_implementation, check_number, refuse_compact, scalar
+
+if TYPE_CHECKING:
+    from ..model import RoundPipe
+    from .compact import CompactOptions
 
 
 class Adam(HostOptimizer):
@@ -36,7 +41,7 @@ class Adam(HostOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | RoundPipe,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -49,7 +54,9 @@ class Adam(HostOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        **compact: Unpack[CompactOptions],
     ) -> None:
+        refuse_compact(type(self).__name__, compact)
         check_implementation(type(self).__name__, foreach, fused, capturable, differentiable)
         check_number("lr", lr)
         check_number("eps", eps)
@@ -68,7 +75,7 @@ class Adam(HostOptimizer):
             fused=None,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        super().__init__(params, defaults)
+        super().__init__(params, defaults)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -129,7 +136,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | RoundPipe,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -141,6 +148,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        **compact: Unpack[CompactOptions],
     ) -> None:
         super().__init__(
             params,
@@ -155,6 +163,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            **compact,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

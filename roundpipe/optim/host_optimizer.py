@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,15 @@ def _caller_level() -> int:
     return level
 
 
+def refuse_compact(optimizer: str, options: Mapping[str, Any]) -> None:
+    """Arguments of the compact path (and misspelt ones) on other parameters."""
+    for name in options:
+        raise errors.ConfigTypeError(
+            f"roundpipe.optim.{optimizer} got {name}=...: an argument of the compact path is for an optimizer that is "
+            f"given a RoundPipe model, roundpipe.optim.{optimizer}(model, ...); others do not exist"
+        )
+
+
 @torch._disable_dynamo
 def _step_untraced(optimizer: HostOptimizer, group: dict[str, Any], parameters: list[Tensor]) -> None:
     """The operators are eager: a compiled training step breaks its graph here, and dynamo looks at no frame below.
@@ -80,6 +89,13 @@ class HostOptimizer(torch.optim.Optimizer):
     are updated by torch's operators. The state has the keys of the class of that name in ``torch.optim``, and each
     loads the other's.
     """
+
+    _compact: type | None = None  # what the class becomes when it is given a wrapped model
+
+    def __new__(cls, params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        from .compact import is_compact
+
+        return object.__new__(cls._compact if cls._compact is not None and is_compact(params) else cls)
 
     # What torch's classes keep in a group to choose an implementation; here they do not choose anything.
     _implementation: tuple[str, ...] = ()

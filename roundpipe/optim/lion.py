@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .. import _ops
 from .flat_memory import FlatMemory, real
-from .host_optimizer import HostOptimizer, check_betas, check_number, scalar
+from .host_optimizer import HostOptimizer, check_betas, check_number, refuse_compact, scalar
+
+if TYPE_CHECKING:
+    from ..model import RoundPipe
+    from .compact import CompactOptions
 
 
 class Lion(HostOptimizer):
@@ -33,17 +38,20 @@ class Lion(HostOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | RoundPipe,
         lr: float | Tensor = 1e-4,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
         weight_decay: float = 0,
         *,
         maximize: bool = False,
+        **compact: Unpack[CompactOptions],
     ) -> None:
+        refuse_compact(type(self).__name__, compact)
         check_number("lr", lr)
         check_number("weight_decay", weight_decay)
         check_betas(betas)
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize))
+        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(params, defaults)  # type: ignore[arg-type]
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         beta1, beta2 = map(scalar, group["betas"])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from .. import _ops, errors
 from .flat_memory import FlatMemory
-from .host_optimizer import HostOptimizer, check_implementation, check_number, scalar
+from .host_optimizer import HostOptimizer, check_implementation, check_number, refuse_compact, scalar
+
+if TYPE_CHECKING:
+    from ..model import RoundPipe
+    from .compact import CompactOptions
 
 
 class SGD(HostOptimizer):
@@ -35,7 +40,7 @@ class SGD(HostOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | RoundPipe,
         lr: float | Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -46,7 +51,9 @@ class SGD(HostOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        **compact: Unpack[CompactOptions],
     ) -> None:
+        refuse_compact(type(self).__name__, compact)
         check_implementation(type(self).__name__, foreach, fused, False, differentiable)
         check_number("lr", lr)
         check_number("momentum", momentum)
@@ -66,7 +73,7 @@ class SGD(HostOptimizer):
             differentiable=False,
             fused=None,
         )
-        super().__init__(params, defaults)
+        super().__init__(params, defaults)  # type: ignore[arg-type]
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         options: dict[str, Any] = dict(

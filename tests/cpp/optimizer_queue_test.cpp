@@ -69,8 +69,7 @@ TEST(OptimizerQueue, AnUpdateWaitsForItsTicketAndEndsIt) {
   const Ticket upload = unit->clock.issue(TicketKind::kUpload);
   std::atomic<bool> ran{false};
   Update update = simple([&] { ran = true; });
-  update.unit = unit;
-  update.ticket = unit->clock.issue(TicketKind::kPublish);
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   const std::uint64_t number = queue.submit(std::move(update));
   EXPECT_FALSE(queue.wait(number, milliseconds(60)));
   EXPECT_FALSE(ran);
@@ -82,6 +81,38 @@ TEST(OptimizerQueue, AnUpdateWaitsForItsTicketAndEndsIt) {
   EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kUpload)), TicketState::kReady);
 }
 
+TEST(OptimizerQueue, AnUpdateInPlaceWaitsForAllItsTickets) {
+  OptimizerQueue queue(2, nullptr);
+  auto unit = make_unit();
+  const Ticket write = unit->clock.issue(TicketKind::kGradientWrite), upload = unit->clock.issue(TicketKind::kUpload);
+  std::atomic<bool> ran{false};
+  Update update = simple([&] { ran = true; });
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kGradientTake)},
+                    {unit, unit->clock.issue(TicketKind::kPublish)}};
+  const std::uint64_t number = queue.submit(std::move(update));
+  unit->clock.complete(write);
+  EXPECT_FALSE(queue.wait(number, milliseconds(60)));
+  EXPECT_FALSE(ran) << "an upload still reads the weights";
+  unit->clock.complete(upload);
+  EXPECT_TRUE(queue.wait(number, kLong));
+  EXPECT_TRUE(ran);
+  EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kUpload)), TicketState::kReady);
+  EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kGradientWrite)), TicketState::kReady);
+}
+
+TEST(OptimizerQueue, OnePoisonedTicketPoisonsAllOfAnUpdate) {
+  OptimizerQueue queue(2, nullptr);
+  auto unit = make_unit();
+  unit->clock.poison(unit->clock.issue(TicketKind::kUpload));
+  Update update = simple([] { FAIL() << "ran on a poisoned ticket"; });
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kGradientTake)},
+                    {unit, unit->clock.issue(TicketKind::kPublish)}};
+  EXPECT_THROW(queue.wait(queue.submit(std::move(update)), kLong), Poisoned);
+  EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kGradientWrite)), TicketState::kPoisoned);
+  EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kUpload)), TicketState::kPoisoned);
+  unit->clock.poison(unit->clock.issue(TicketKind::kGradientWrite));
+}
+
 TEST(OptimizerQueue, AFailurePoisonsItsTicketAndOnlyItsWaiterHears) {
   OptimizerQueue queue(3, nullptr);
   auto unit = make_unit();
@@ -91,12 +122,10 @@ TEST(OptimizerQueue, AFailurePoisonsItsTicketAndOnlyItsWaiterHears) {
   failing.body = [](std::size_t begin, std::size_t) {
     if (begin == 0) throw std::runtime_error("lr is NaN");
   };
-  failing.unit = unit;
-  failing.ticket = unit->clock.issue(TicketKind::kPublish);
+  failing.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   const Ticket upload = unit->clock.issue(TicketKind::kUpload);
   Update dependent = simple([] { FAIL() << "ran on poisoned weights"; });
-  dependent.unit = unit;
-  dependent.ticket = unit->clock.issue(TicketKind::kPublish);
+  dependent.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   bool ran = false;
   const std::uint64_t first = queue.submit(std::move(failing)), second = queue.submit(std::move(dependent)),
                       third = queue.submit(simple([&] { ran = true; }));
@@ -149,7 +178,7 @@ TEST(OptimizerQueue, MisuseIsRefused) {
   no_body.elements = 5;
   EXPECT_THROW(queue.submit(no_body), InvalidArgument);
   Update no_unit = simple([] {});
-  no_unit.ticket = Ticket{};
+  no_unit.tickets = {{nullptr, Ticket{}}};
   EXPECT_THROW(queue.submit(no_unit), InvalidArgument);
   EXPECT_TRUE(queue.wait(queue.submit(Update{}), kLong)) << "nothing to do is not an error";
 }
@@ -161,8 +190,7 @@ TEST(OptimizerQueue, ShutdownPoisonsWhatHasNotBegun) {
   std::thread waiter;
   OptimizerQueue queue(2, nullptr);
   Update update = simple([] { FAIL() << "ran though its ticket never was ready"; });
-  update.unit = unit;
-  update.ticket = unit->clock.issue(TicketKind::kPublish);
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   stuck = queue.submit(std::move(update));
   behind = queue.submit(simple([] { FAIL() << "ran after shutdown"; }));
   waiter = std::thread([&] { EXPECT_THROW(queue.wait(behind, kLong), Poisoned); });
@@ -208,8 +236,7 @@ TEST(OptimizerQueue, ItsLastOwnerMayDieInABody) {
   auto queue = std::make_shared<OptimizerQueue>(2, nullptr);
   auto unit = make_unit();
   Update update = simple([] {});
-  update.unit = unit;
-  update.ticket = unit->clock.issue(TicketKind::kPublish);
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   update.body = [held = queue](std::size_t, std::size_t) { std::this_thread::sleep_for(milliseconds(20)); };
   OptimizerQueue& raw = *queue;
   raw.submit(std::move(update));
@@ -260,7 +287,7 @@ TEST(OptimizerQueue, UpdatesAreTraced) {
   OptimizerQueue queue(1, nullptr);
   auto unit = make_unit();
   Update update = simple([] { std::this_thread::sleep_for(milliseconds(2)); });
-  update.unit = unit;
+  update.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
   queue.wait(queue.submit(std::move(update)), kLong);
   queue.shutdown();
   bool found = false;
@@ -294,8 +321,7 @@ TEST(OptimizerQueue, TheCheckerSeesUpdatesOrderedByTicketsAndWaits) {
                    "initialised by the submitter");
     const Ticket upload = unit->clock.issue(TicketKind::kUpload);
     Update update;
-    update.unit = unit;
-    update.ticket = unit->clock.issue(TicketKind::kPublish);
+    update.tickets = {{unit, unit->clock.issue(TicketKind::kPublish)}};
     update.elements = weights.size();
     update.grain = 64;
     update.accesses = {{Access::kWrite, weights.data(), weights.size(), "update"}};
@@ -334,8 +360,7 @@ TEST(OptimizerQueue, SubmittersOnManyThreads) {
       for (int i = 0; i < 50; ++i) {
         Update update = simple([&sum] { ++sum; });
         std::lock_guard lock(order);
-        update.unit = unit;
-        update.ticket = unit->clock.issue(TicketKind::kGradientTake);
+        update.tickets = {{unit, unit->clock.issue(TicketKind::kGradientTake)}};
         last = queue.submit(std::move(update));
       }
       EXPECT_TRUE(queue.wait(last, kLong));

@@ -74,6 +74,63 @@ TEST_P(StateFormats, EveryFloatSplitsAndJoinsExactly) {
   }
 }
 
+// With a float32 master the devices must see the very weights that a split master would show them.
+TEST_P(StateFormats, APublishedWeightRoundsAsASplitOneOnRequest) {
+  std::mt19937 random(8);
+  for (std::size_t n = 0; n <= 1100; n += n < 40 ? 1 : 97) {
+    Tensor values(DType::kFloat32, n, random() % 33), master(DType::kFloat32, n, random() % 33);
+    Tensor published(DType::kBFloat16, n, random() % 33), low(DType::kFloat16, n), upper(DType::kBFloat16, n);
+    Tensor gradient(DType::kBFloat16, n);
+    for (std::size_t i = 0; i < n; ++i) {
+      const auto bits = static_cast<std::uint32_t>(random());
+      values.set_bits(i, random() % 2 == 0 ? (bits & 0xFFFF0000) | 0x8000 : bits);  // ties
+    }
+    UpdateSpans spans;
+    spans.weight.master = master.data();
+    spans.weight.before = values.data();  // read here, written there
+    spans.weight.published = published.data();
+    spans.weight.ties_away = true;
+    spans.gradient = gradient.data();
+    spans.gradient_dtype = DType::kBFloat16;
+    SgdOptions options;
+    options.lr = 0;
+    GetParam().sgd(spans, sgd_numbers(options, true), 0, n);
+    GetParam().split(upper.data(), low.data(), reinterpret_cast<const float*>(values.data()), n);
+    ASSERT_TRUE(master.guards_intact() && published.guards_intact() && values.guards_intact());
+    for (std::size_t i = 0; i < n; ++i) {
+      ASSERT_EQ(published.bits(i), upper.bits(i)) << std::hex << values.bits(i);
+      if (!std::isnan(values.get(i))) {
+        ASSERT_EQ(master.bits(i), values.bits(i));
+      }
+    }
+  }
+}
+
+TEST_P(StateFormats, SquaresAreSummedInDoubleForEverySizeAndAlignment) {
+  std::mt19937 random(9);
+  for (const DType dtype : kDTypes) {
+    for (std::size_t n = 0; n <= 1100; ++n) {
+      Tensor values(dtype, n, random() % 33);
+      double sum = 0, largest = 0;
+      for (std::size_t i = 0; i < n; ++i) {
+        values.set(i, either_sign(random, 0, random() % 4 == 0 && dtype != DType::kFloat16 ? 1e30 : 4));
+        sum += values.get(i) * values.get(i);
+        largest = std::max(largest, sum);
+      }
+      const double got = GetParam().square_sum(values.data(), dtype, n);
+      ASSERT_LE(std::fabs(got - sum), 1e-13 * largest) << n;
+      for (const UpdateKernels& other : update_kernels()) {
+        if (other.supported()) {
+          ASSERT_EQ(other.square_sum(values.data(), dtype, n), got) << other.isa;
+        }
+      }
+      if (n == 0) continue;
+      values.set(random() % n, random() % 2 == 0 ? INFINITY : std::nan(""));
+      ASSERT_FALSE(std::isfinite(GetParam().square_sum(values.data(), dtype, n))) << n;
+    }
+  }
+}
+
 TEST_P(StateFormats, StochasticRoundingIsReproducibleAndIndependentOfSlices) {
   constexpr std::size_t kElements = 1000;
   std::mt19937 random(2);

@@ -1,0 +1,124 @@
+"""The lists that one queued update of a unit takes; made once, so that a step touches no tensor in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from ..units import Unit
+from .compact_memory import NONE as _NONE
+from .compact_memory import CompactMemory, flat_view
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A snapshot of every hyperparameter, taken on the caller's thread when ``step`` is called."""
+
+    algorithm: str
+    options: list[float]  # group after group, as update_fused takes them
+    counts_steps: list[bool]  # by group: whether this step is counted
+    max_grad_norm: float | None
+    error_if_nonfinite: bool
+    unscale: float = 1.0  # multiplies every gradient before its norm is taken
+
+
+class UnitUpdate:
+    """One unit's parameters at ``positions`` (of its trainable ones) with the gradients in ``image``.
+
+    Exact: weights in place. Asynchronous: read in the weight image, written into the shadow.
+    """
+
+    def __init__(
+        self, memory: CompactMemory, unit: Unit, image: Tensor, positions: Sequence[int], is_async: bool
+    ) -> None:
+        self.image = image
+        self._counts = memory.counts  # not the memory, which keeps this
+        self.masters: list[Tensor] = []
+        self.sources: list[Tensor] = []
+        self.published: list[Tensor] = []
+        of_unit = memory.of_unit(unit)
+        slots = [of_unit[i] for i in positions]
+        shadow = memory.shadow(unit) if is_async else None
+        for position, slot in zip(positions, slots, strict=True):
+            weight = slot.weight()
+            target = weight if shadow is None else flat_view(shadow, unit.gradient_layouts[position])
+            master = slot.low if slot.low is not None else slot.master
+            self.masters.append(target if master is None else master)
+            self.sources.append(weight if slot.master is None else slot.master)
+            self.published.append(target)
+        self.gradients = [flat_view(image, unit.gradient_layouts[i]) for i in positions]
+        kept = [[m if memory.wanted[s.group][k] else _NONE for k, m in enumerate(s.moments)] for s in slots]
+        used = [k for k in range(len(memory.names)) if any(moments[k] is not _NONE for moments in kept)]
+        self.moments = [moments[k] for k in range(max(used, default=-1) + 1) for moments in kept]
+        self.groups = [slot.group for slot in slots]
+        self.seeds = [slot.seed for slot in slots] if memory.stochastic else []
+        self._indices = torch.tensor([slot.index for slot in slots], dtype=torch.int64)
+
+    def submit(self, engine: int, tickets: Sequence[int], numbers: Numbers, factor: float) -> int:
+        """Queues it; optimizer thread, in the order of steps. Gives the update's number."""
+        counts = self._counts
+        if all(numbers.counts_steps):
+            counts[self._indices] += 1
+        else:
+            counts[self._indices] += torch.tensor([float(numbers.counts_steps[g]) for g in self.groups])
+        steps = counts[self._indices].clamp_(min=1).tolist()
+        return _ops.update_fused(
+            engine,
+            tickets,
+            numbers.algorithm,
+            self.masters,
+            self.sources,
+            self.published,
+            self.gradients,
+            self.moments,
+            steps,
+            self.seeds,
+            self.groups,
+            numbers.options,
+            factor,
+        )
+
+
+def find_update(
+    memory: CompactMemory, unit: Unit, image: Tensor, positions: tuple[int, ...], is_async: bool
+) -> UnitUpdate:
+    """The update of these parameters from this image, made on first use; optimizer thread."""
+    key = (unit.key, image.data_ptr(), positions, is_async)
+    found = memory.updates.get(key)
+    if found is None or found.image is not image:
+        if len(memory.updates) > 16 * len(memory.slots):  # parameters that now have a gradient and now have none
+            memory.updates.clear()
+        found = memory.updates[key] = UnitUpdate(memory, unit, image, positions, is_async)
+    return found
+
+
+class SquareSum:
+    """The sum of squares of a unit's gradients in ``image``."""
+
+    def __init__(self, unit: Unit, image: Tensor) -> None:
+        self.image = image
+        self._gradients = [flat_view(image, layout) for layout in unit.gradient_layouts]
+        elements = sum(-(-gradient.numel() // _ALIGNMENT) * _ALIGNMENT for gradient in self._gradients)
+        self._sums = torch.zeros(-(-elements // _CHUNK), dtype=torch.float64)
+
+    def submit(self, engine: int, ticket: int) -> int:
+        return _ops.update_square_sum(engine, [ticket], self._gradients, self._sums)
+
+    def value(self) -> float:
+        return float(self._sums.sum())
+
+
+def find_norm(memory: CompactMemory, unit: Unit, image: Tensor) -> SquareSum:
+    """The sum of squares of this image, made on first use; optimizer thread."""
+    key = (unit.key, image.data_ptr())
+    found = memory.updates.get(key)
+    if found is None or found.image is not image:
+        found = memory.updates[key] = SquareSum(unit, image)
+    return found
+
+
+_ALIGNMENT, _CHUNK = 64, 1 << 16  # elements: how update_square_sum lays tensors end to end and cuts them

@@ -1,0 +1,144 @@
+"""Training with compact optimizers: the bits of a loop that is written by hand, in every mode and format."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe import RoundPipe, _ops, optim
+from roundpipe import engine as engines
+
+from . import by_hand
+
+STEPS = 12
+
+
+@functools.cache
+def expected(case: str, is_async: bool, steps: int = STEPS, **options: Any) -> Any:
+    return by_hand.train_by_hand(case, steps, is_async, **options)
+
+
+def train(
+    case: str,
+    is_async: bool,
+    steps: int = STEPS,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    calls: int = 1,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor], RoundPipe, Any]:
+    wrapped = RoundPipe(by_hand.make(case, dtype))
+    optimizer = optim.AdamW(wrapped, **options)
+    losses = []
+    for number in range(steps):
+        losses += [by_hand.run_call(wrapped, case, number * calls + k, dtype) for k in range(calls)]
+        wrapped.step(optimizer, is_async)
+    return losses, dict(optimizer.named_masters()), wrapped, optimizer
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert torch.equal(value, want[name]), f"{name} is off by {(value - want[name]).abs().max():.2e}"
+
+
+@pytest.mark.parametrize("master", ["split", "float32"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_a_tied_decoder_trains_as_by_hand(devices: int, is_async: bool, master: str) -> None:
+    """Both kinds of masters have the same bits, and host weights are them, rounded."""
+    losses, masters, _ = expected("decoder", is_async)
+    roundpipe.use_devices(f"host:{devices}")
+    _ops.engine_inject(engines.current().handle, "delay", devices, 300)
+    got_losses, got_masters, wrapped, _ = train("decoder", is_async, master=master)
+    assert got_losses == losses
+    assert_same(got_masters, masters)
+    for name, parameter in wrapped.model.named_parameters():
+        assert torch.equal(parameter, by_hand.round_away(masters[name], torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["mlp", "frozen", "unused", "odd_outputs"])
+def test_other_weights_and_traits(case: str, dtype: torch.dtype, is_async: bool) -> None:
+    """Frozen parameters and those without a gradient stay; empty and 0-dim ones are trained as others."""
+    losses, masters, _ = expected(case, is_async, dtype=dtype)
+    roundpipe.use_devices("host:2")
+    got_losses, got_masters, wrapped, optimizer = train(case, is_async, dtype=dtype)
+    assert got_losses == losses
+    assert_same(got_masters, masters)
+    for name, parameter in wrapped.model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter not in optimizer.state, f"{name} is frozen and has a state"
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+def test_accumulation_and_two_gradient_images(is_async: bool) -> None:
+    losses, masters, _ = expected("mlp", is_async, steps=5, calls=3)
+    roundpipe.use_devices("host:3")
+    got_losses, got_masters, *_ = train("mlp", is_async, steps=5, calls=3)
+    assert got_losses == losses
+    assert_same(got_masters, masters)
+
+
+def test_an_exact_step_is_torchs_within_rounding() -> None:
+    losses, masters, _ = expected("mlp", False, dtype=torch.float32, make_update=by_hand.adamw_of_torch, lr=1e-2)
+    roundpipe.use_devices("host:2")
+    got_losses, got_masters, *_ = train("mlp", False, dtype=torch.float32, lr=1e-2)
+    torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=1e-6)
+    for name, value in got_masters.items():
+        torch.testing.assert_close(value, masters[name], rtol=1e-5, atol=1e-6)
+
+
+def test_modes_may_alternate() -> None:
+    """An exact step after an asynchronous one sees its result, and so does inference."""
+    roundpipe.use_devices("host:2")
+    case, modes = "decoder", [True, False, True, True, False, False, True]
+    wrapped = RoundPipe(by_hand.make(case))
+    optimizer = optim.AdamW(wrapped)
+    twin = RoundPipe(by_hand.make(case))
+    named = dict(twin.model.named_parameters())
+    masters = [p.detach().float().clone() for p in named.values()]
+    update = by_hand.fused_adamw(masters)
+    for number, is_async in enumerate(modes):
+        assert by_hand.run_call(wrapped, case, number, torch.bfloat16) == by_hand.run_call(
+            twin, case, number, torch.bfloat16
+        )
+        wrapped.step(optimizer, is_async)
+        twin.synchronize()
+        gradients = [p.grad.float() for p in named.values()]  # type: ignore[union-attr]
+        twin.zero_grad()
+        before = [by_hand.round_away(m, torch.bfloat16) for m in masters]
+        update(gradients)
+        after = [by_hand.round_away(m, torch.bfloat16) for m in masters]
+        with torch.no_grad():
+            for parameter, value in zip(named.values(), before if is_async else after, strict=True):
+                parameter.copy_(value)
+    assert_same(dict(optimizer.named_masters()), dict(zip(named, masters, strict=True)))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_clipping_by_the_exact_global_norm(devices: int, is_async: bool) -> None:
+    losses, masters, norms = expected("decoder", is_async, max_grad_norm=0.5)
+    assert max(norms) > 0.5
+    roundpipe.use_devices(f"host:{devices}")
+    got_losses, got_masters, _, optimizer = train("decoder", is_async, max_grad_norm=0.5)
+    torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
+    assert optimizer.grad_norm == pytest.approx(norms[-1], rel=1e-4)
+    for name, value in got_masters.items():
+        torch.testing.assert_close(value, masters[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_is_measured_without_clipping() -> None:
+    losses, masters, _ = expected("decoder", False)
+    *_, norms = expected("decoder", False, max_grad_norm=1e30)
+    roundpipe.use_devices("host:2")
+    got_losses, got_masters, _, optimizer = train("decoder", False, max_grad_norm=float("inf"))
+    assert got_losses == losses
+    assert_same(got_masters, masters)
+    assert optimizer.grad_norm == pytest.approx(norms[-1], rel=1e-12)
