@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -78,6 +79,40 @@ def test_two_hundred_steps() -> None:
     assert got == want
     after = [torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())]
     assert all(now <= before + 2**20 for now, before in zip(after, held, strict=True)), (held, after)
+
+
+@pytest.mark.needs_multi_gpu
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_current_device_of_the_caller_stays(current: int) -> None:
+    case = CASES["mlp"]
+    torch.manual_seed(0)
+    try:
+        torch.cuda.set_device(current)
+        seen = []
+        for devices in ("cuda:1", "cuda:0,cuda:1", "cuda:1,cuda:0"):
+            roundpipe.use_devices(devices)
+            wrapped = RoundPipe(case.make())
+            seen.append(torch.cuda.current_device())
+            with OptimizerCtx():
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            for stages in range(3):  # calls of an even and of an odd number of jobs end on one or the other
+                plan = random_fused_plan(wrapped.num_layers, stages)
+                config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+                args, label = case.batch(4)
+                wrapped.forward_backward(args, label=label, loss_fn=case.loss_fn, run_config=config)
+                seen.append(torch.cuda.current_device())
+                wrapped.step(optimizer.step, is_async=stages == 1)
+                seen.append(torch.cuda.current_device())
+                with torch.no_grad():
+                    wrapped(*args)
+                seen.append(torch.cuda.current_device())
+            wrapped.synchronize()
+            del wrapped
+            gc.collect()
+            seen.append(torch.cuda.current_device())
+        assert set(seen) == {current}, seen
+    finally:
+        torch.cuda.set_device(0)
 
 
 class HungryOn(nn.Module):

@@ -31,7 +31,9 @@ class Event {
   virtual ~Event() = default;
 };
 
-// Every method may be called from any thread that has called attach_thread() once.
+// Every method may be called from any thread, and leaves the device that is current there as it was: the framework
+// takes a thread's current context for its current device, so a call on behalf of another GPU must not move its user to
+// it.
 class Device {
  public:
   Device() = default;
@@ -40,7 +42,8 @@ class Device {
   virtual ~Device() = default;
 
   virtual std::string name() const = 0;  // "cuda:0", "host:1"
-  // Makes the device's context current on the calling thread; cheap when it already is.
+  // Makes the device's context current for good, which saves its changing at each call. For threads of the engine's own
+  // that serve one device; never on a thread that is the framework's or the user's.
   virtual void attach_thread() = 0;
 
   // A FIFO for copies that never synchronises implicitly with any other stream.

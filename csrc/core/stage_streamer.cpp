@@ -106,7 +106,6 @@ void StageStreamer::set_region(void* base, std::size_t bytes) {
 }
 
 void StageStreamer::set_region(void* base, std::size_t bytes, Stream& compute) {
-  state_->device.attach_thread();
   const std::shared_ptr<Event> launched = state_->record(compute);
   state_->device.synchronize(*launched);
   set_region(base, bytes);

@@ -62,7 +62,6 @@ DataRoom::DataRoom(const Place& where) : place(where) {
     backend = make_cuda_backend({place.index});
   }
   device = &backend->device(0);
-  device->attach_thread();
   HostArenaOptions cyclic;  // filled and emptied in turn
   cyclic.keep_peak = true;
   auto arena = HostArena::make(backend, cyclic);
@@ -84,7 +83,6 @@ std::shared_ptr<DataRoom> DataPlane::room(const Place& place) {
   if (closed_) throw Error("the process is ending: no copy can be started or waited for any more");
   std::shared_ptr<DataRoom>& room = rooms_[{place.type, place.type == DeviceType::CPU ? 0 : place.index}];
   if (!room) room = std::make_shared<DataRoom>(place);
-  room->device->attach_thread();
   return room;
 }
 

@@ -85,7 +85,6 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
   for (std::size_t i = 0; i < devices.size(); ++i) {
     auto room = std::make_unique<DeviceRoom>();
     room->device = &backend_->device(i);
-    room->device->attach_thread();
     room->place = simulated ? Place{} : Place{DeviceType::CUDA, static_cast<std::int32_t>(devices[i])};
     room->compute = room->device->wrap_compute_stream(0);
     TransferOptions options;
@@ -112,7 +111,6 @@ void Engine::tear_down() {
     std::lock_guard lock(job->mutex);
     if (std::exchange(job->ended, true)) continue;
     DeviceRoom& room = *rooms_[job->device];
-    room.device->attach_thread();
     room.streamer->abort(job->number, *room.compute);
   }
   // Ends every wait that an operator is still inside, so that the exclusive lock below is soon free.
@@ -122,7 +120,6 @@ void Engine::tear_down() {
   pokes_->set({});
   queue_.reset();
   for (auto& room : rooms_) {
-    room->device->attach_thread();
     room->streamer.reset();
     room->transfers.reset();
     room->compute.reset();
@@ -153,14 +150,12 @@ bool Engine::close(std::shared_ptr<Engine> engine, std::chrono::milliseconds tim
 
 DeviceRoom& Engine::room(std::int64_t device) {
   DeviceRoom& room = *rooms_[require_index("device", device, rooms_.size())];
-  room.device->attach_thread();
   return room;
 }
 
 bool Engine::wait_idle(std::chrono::milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   for (auto& room : rooms_) {
-    room->device->attach_thread();
     if (!room->streamer->wait_idle(left_until(deadline))) return false;
     if (!room->transfers->drain(left_until(deadline))) return false;
   }

@@ -71,7 +71,6 @@ std::int64_t job_open(std::int64_t engine, std::int64_t device, std::vector<std:
 struct OpenJob {
   explicit OpenJob(std::int64_t handle)
       : job(HandleRegistry::global().get<Job>(handle, "job")), use(job->engine()), room(use->room_at(job->device)) {
-    room.device->attach_thread();
     std::lock_guard lock(job->mutex);
     if (job->ended) refuse("job", "an open job", "one that was closed or aborted");
   }
@@ -129,7 +128,6 @@ void job_abort(std::int64_t job) {
   if (object->engine()->closed()) return;  // closing aborts every job
   EngineUse use(object->engine());
   DeviceRoom& room = use->room_at(object->device);
-  room.device->attach_thread();
   std::lock_guard lock(object->mutex);
   object->ended = true;
   room.streamer->abort(object->number, *room.compute);
