@@ -150,6 +150,11 @@ def _check_kind(tensor: torch.Tensor) -> None:
             f"a tensor of layout {tensor.layout} (shape {tuple(tensor.shape)}) crosses a boundary between layers; "
             "expected a dense (strided) tensor. Convert it with .to_dense() or keep it inside one layer."
         )
+    if tensor.is_meta:
+        raise ConfigError(
+            f"a tensor of shape {tuple(tensor.shape)} on the meta device has no values; expected one on the CPU or a "
+            "GPU."
+        )
 
 
 @dataclass

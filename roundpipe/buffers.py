@@ -31,6 +31,9 @@ class HostBuffers:
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._layers = layers
+        for layer in layers:
+            for name, buffer in layer.named_buffers():
+                _check_buffer(name, buffer)
         self._stored: dict[int, tuple[torch.Tensor, int, int, HostTensor]] = {}
 
     def refresh(self, engine: Engine) -> None:
@@ -40,11 +43,7 @@ class HostBuffers:
                 if id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                if buffer.requires_grad:
-                    raise ConfigError(
-                        f"buffer {name!r} requires grad; expected a Parameter for what is trained and a buffer without "
-                        "grad otherwise. Call buffer.requires_grad_(False) or register it as a Parameter."
-                    )
+                _check_buffer(name, buffer)
                 entry = self._stored.get(id(buffer))
                 if entry and entry[0] is buffer and entry[1:3] == (buffer._version, buffer.data_ptr()):
                     continue
@@ -58,6 +57,14 @@ class HostBuffers:
 
     def of(self, buffer: torch.Tensor) -> HostTensor:
         return self._stored[id(buffer)][3]
+
+
+def _check_buffer(name: str, buffer: torch.Tensor) -> None:
+    if buffer.requires_grad:
+        raise ConfigError(
+            f"buffer {name!r} requires grad; expected a Parameter for what is trained and a buffer without grad "
+            "otherwise. Call buffer.requires_grad_(False) or register it as a Parameter."
+        )
 
 
 @dataclass

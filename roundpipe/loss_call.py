@@ -31,6 +31,8 @@ def call_loss(
             call.ambient,
             lambda: call.loss_fn(out, label),
         )
+    if isinstance(value, (list, tuple)) and not value:
+        raise ConfigError("loss_fn returned no loss in its list; expected a one-element tensor, or several in a list.")
     losses = list(value) if isinstance(value, (list, tuple)) else [value]
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import engine as engines
 from . import runs
+from .arguments import check_bool, check_name, check_optim_dtype, check_state_dict, keyword_arguments
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .optim.compact import CompactOptimizer
@@ -64,8 +65,8 @@ class RoundPipe(nn.Module):
             raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
         if pin_model != "alloc":
             raise ConfigError(f"pin_model={pin_model!r}: expected 'alloc'")
-        if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
-            raise ConfigError(f"optim_dtype={optim_dtype!r}: expected a floating-point torch.dtype or None")
+        check_optim_dtype(optim_dtype)
+        check_name(name)
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
@@ -148,10 +149,10 @@ class RoundPipe(nn.Module):
                 self._state,
                 self._resolve(run_config),
                 input_args,
-                dict(input_kwargs or {}),
+                keyword_arguments("forward_backward(input_kwargs=...)", input_kwargs),
                 label,
                 loss_fn,
-                return_outputs,
+                check_bool("forward_backward(return_outputs=...)", return_outputs),
             )
 
     def step(
@@ -172,6 +173,7 @@ class RoundPipe(nn.Module):
             ConfigError: there are gradients but no optimizer parameters (the optimizer was built outside OptimizerCtx).
             StageError: an earlier call failed, or (synchronously) ``step_fn`` raised.
         """
+        check_bool("step(is_async=...)", is_async)
         if isinstance(step_fn, CompactOptimizer):
             self._compact_step(step_fn, is_async, args, kwargs)
             return
@@ -289,6 +291,7 @@ class RoundPipe(nn.Module):
         ``assign`` says.
         """
         del assign
+        check_state_dict(state_dict)
         self.synchronize()
         target = self._naming_model()
         own = target.state_dict().keys()

@@ -78,6 +78,10 @@ class ModelExecutePlan:
             ConfigError: ``run_type`` is none of the three.
         """
         _check_run_type(run_type)
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+            raise ConfigTypeError(
+                f"num_layers: got {num_layers!r} of type {type(num_layers).__name__}, expected an int"
+            )
         for name in ("fwd_plan", "bwd_plan") if run_type != "infer" else ("fwd_plan",):
             stages = getattr(self, name)
             if not isinstance(stages, (list, tuple)):
