@@ -63,7 +63,9 @@ def describe(forward: Sequence[range], backward: Sequence[range], facts: PlanFac
         if activations is not None:
             lines.append(activations.line)
         name = f"{jobs[largest][0]} {jobs[largest][1]}"
-        lines.append(_memory_line(name, sizes[largest], request, activations is not None and activations.full))
+        lines.append(
+            _memory_line(name, sizes[largest], request, activations is not None and activations.full, len(jobs))
+        )
     measured = sum(cost.forward_ms is not None for cost in facts.part.costs)
     if measured < len(costs):
         lines.append(
@@ -105,14 +107,18 @@ def _activations(
     return _Activations(line, region + sizes[largest] + one_more > request.usable_bytes)
 
 
-def _memory_line(name: str, size: int, request: Request, full: bool) -> str:
+def _memory_line(name: str, size: int, request: Request, full: bool, num_stages: int) -> str:
     if request.stage_limit_bytes is None:
         return f"largest stage: {name} with {_amount(size)}; no memory limit. Bound by: time"
     bound = "memory" if 1.05 * size > request.stage_limit_bytes else "time"
     if full and bound == "time":
         bound = "activations"
     if request.num_devices == 1 and bound == "time":
-        bound = "the number of layers" if request.min_stages == 1 else "the least number of stages"
+        # Nothing but memory makes more stages than are asked for; one each of forward and backward are a plan's least.
+        if num_stages > max(request.min_stages, 2):
+            bound = "memory"
+        else:
+            bound = "the number of layers" if request.min_stages == 1 else "the least number of stages"
     return (
         f"largest stage: {name} with {_amount(size)} of {_amount(request.stage_limit_bytes)} (half the model "
         f"memory limit). Bound by: {bound}"
