@@ -247,7 +247,8 @@ def test_ctrl_c_ends_the_process() -> None:
     """SIGINT while a layer sleeps for long: one traceback, within seconds, and the exit code of any Python program."""
     body = "traps[1].arm('forward', 1, sleep_s=100.0)\nprint('READY', flush=True)\ncall()"
     code, errors, seconds = run_script(IMPORTS + PRELUDE + body, interrupt=True)
-    plain, _, _ = run_script("import time, torch\nprint('READY', flush=True)\ntime.sleep(100)", interrupt=True)
+    # What others run at exit decides it: in Python 3.12 code executed then makes it 1 instead of the signal.
+    plain, _, _ = run_script(IMPORTS + "print('READY', flush=True)\ntime.sleep(100)", interrupt=True)
     assert code == plain, (code, errors)
     assert seconds < 15 and errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt"), errors
 
