@@ -32,7 +32,7 @@ demo: $(VENV)/.built
 	$(BIN)/python examples/finetune.py
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist loadfile tests
 
 test-cpp:
 	cmake -S tests/cpp -B $(CPP_BUILD) -G Ninja -DROUNDPIPE_SANITIZE=$(SANITIZE)
