@@ -9,6 +9,9 @@ import torch
 
 from .boundary import Boundary, HostTensor, LiveTree
 
+_FORGOTTEN = -1
+"""Bytes of a microbatch that any other exceeds."""
+
 __all__ = ["ActivationSizes", "SavedBytes", "microbatch_bytes"]
 
 
@@ -23,7 +26,6 @@ class ActivationSizes:
         self.entries: list[tuple[int, int, int] | None] = [None] * num_layers
         self.largest_bytes = 0  # of the microbatches of training calls so far
         self.revision = 0  # counts what may change a plan
-        self._stale = True
 
     @property
     def known(self) -> bool:
@@ -31,18 +33,14 @@ class ActivationSizes:
 
     def begin(self, call_bytes: int) -> bool:
         """A call with microbatches of ``call_bytes``; whether it is to be measured."""
-        larger = call_bytes > self.largest_bytes
-        if larger:
+        if call_bytes > self.largest_bytes:
             self.largest_bytes = call_bytes
             self.revision += 1
-        wanted = larger or self._stale or not self.known
-        self._stale = False
-        return wanted
+        return any(entry is None or entry[0] < call_bytes for entry in self.entries)
 
     def forget(self) -> None:
         """Other parameters are trained from now on: the next call is measured, and counts more than those before."""
-        self._stale = True
-        self.entries = [None if entry is None else (0, *entry[1:]) for entry in self.entries]
+        self.entries = [None if entry is None else (_FORGOTTEN, *entry[1:]) for entry in self.entries]
 
     def note(self, layer: int, call_bytes: int, input_bytes: int, inner_bytes: int, more: bool = False) -> None:
         """``more``: in addition to what the same call has noted."""

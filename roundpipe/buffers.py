@@ -153,6 +153,13 @@ class LayerBuffers:
             sources.append(slot.source)
         return sources
 
+    def load(self, sources: list[HostTensor]) -> None:
+        """Values as noted by ``snapshot``, after a forward that has failed half way."""
+        self.distrust()
+        for slot, source in zip(self._slots, sources, strict=True):
+            self._load(slot, source)
+        self._replica.alias_buffers()
+
     @contextlib.contextmanager
     def restored(self, sources: list[HostTensor]) -> Iterator[None]:
         """Values as noted by ``snapshot`` of the forward that is being repeated; afterwards those from before."""

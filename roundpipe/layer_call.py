@@ -30,6 +30,7 @@ class LayerFacts:
 
     writes_input: bool | None = None  # modifies a tensor of its input in place
     draws_cpu: bool | None = None  # takes random numbers from the CPU generator
+    refuses_hooks: bool = False  # uses torch.func, which raises under hooks of saved tensors
     training: bool | None = None  # the mode in which that was seen: many layers draw in training only
 
     def see_mode(self, training: bool) -> None:
@@ -117,15 +118,39 @@ def _unavailable(_: Any) -> torch.Tensor:
     )
 
 
-def saved_tensors(discards: bool, counter: SavedBytes | None) -> contextlib.AbstractContextManager[Any]:
+def saved_tensors(
+    facts: LayerFacts, discards: bool, counter: SavedBytes | None
+) -> contextlib.AbstractContextManager[Any]:
     """What autograd keeps for backward: everything, or with ``discards`` nothing, for a forward that will be repeated
-    and only has to track requires_grad exactly. ``counter`` sees it on the way.
+    and only has to track requires_grad exactly. ``counter`` sees it on the way. Around a layer that refuses hooks there
+    are none: what it keeps goes with its graph, at the end of the layer, and is not counted.
     """
+    if facts.refuses_hooks:
+        return contextlib.nullcontext()
     if discards:
         return torch.autograd.graph.saved_tensors_hooks(_drop if counter is None else counter.count, _unavailable)
     if counter is not None:
         return torch.autograd.graph.saved_tensors_hooks(counter.keep, counter.unpack)
     return contextlib.nullcontext()
+
+
+def call_hooked(
+    facts: LayerFacts,
+    hooks: contextlib.AbstractContextManager[Any],
+    function: Callable[[], tuple[Any, bool]],
+    undone: Callable[[], bool],
+) -> tuple[Any, bool]:
+    """``function`` under hooks of saved tensors. Where it refuses them, as torch.func does, it is called once more
+    without, unless ``undone`` says that what the first attempt did cannot be undone.
+    """
+    try:
+        with hooks:
+            return function()
+    except RuntimeError as error:
+        if facts.refuses_hooks or "saved tensor hooks" not in str(error) or not undone():
+            raise
+    facts.refuses_hooks = True
+    return function()
 
 
 def call_seeded(
@@ -170,6 +195,8 @@ def call_layer(
     noted: dict[int, Attributes],
     notes: bool,
     timed: contextlib.AbstractContextManager[Any],
+    hooks: contextlib.AbstractContextManager[Any],
+    undo: Callable[[], None],
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
@@ -178,7 +205,8 @@ def call_layer(
     layer, the attributes that a recompute sees and assigns; this forward enters them if ``notes``. Until then the
     caller waits, so the host module's own are the right ones. Looked up and entered under the lock under which they
     are assigned: the last forward and the first recompute may be on two devices at the same time. ``timed``
-    is entered around the module's forward alone.
+    is entered around the module's forward alone. ``hooks``: those of saved tensors; a layer that refuses them is called
+    again without, after ``undo`` has brought its buffers back to what they were.
     """
     if not scope.recomputing:
         facts.see_mode(replica.layer.training)
@@ -193,9 +221,16 @@ def call_layer(
                 return replica.root(*args, **kwargs)
             return replica.root(live.value())
 
+    def undone() -> bool:
+        if any(t._version != v for t, v in zip(inputs, versions, strict=True)):
+            return False
+        undo()
+        scope.saved = False
+        return True
+
     with worker.compute_lock:
         attributes = noted.get(layer) if scope.recomputing else None
-        out, drew = call_seeded(worker, facts, seed, ambient, run, seeds)
+        out, drew = call_hooked(facts, hooks, lambda: call_seeded(worker, facts, seed, ambient, run, seeds), undone)
         replica.push(attributes)
         if notes:
             noted[layer] = replica.attributes()

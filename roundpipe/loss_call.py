@@ -23,14 +23,14 @@ def call_loss(
     out = live.value()
     last = len(call.layers) - 1
     saved = probe.saved_bytes(worker, microbatch, last, live, more=True)
-    with worker.compute_lock, layer_call.saved_tensors(False, saved), probe.loss(microbatch, last):
-        value, _ = layer_call.call_seeded(
-            worker,
-            call.loss_facts,
-            call.layer_seed(microbatch, len(call.layers), False),
-            call.ambient,
-            lambda: call.loss_fn(out, label),
-        )
+    facts, seed = call.loss_facts, call.layer_seed(microbatch, len(call.layers), False)
+
+    def run() -> tuple[Any, bool]:
+        return layer_call.call_seeded(worker, facts, seed, call.ambient, lambda: call.loss_fn(out, label))
+
+    with worker.compute_lock, probe.loss(microbatch, last):
+        hooks = layer_call.saved_tensors(facts, False, saved)
+        value, _ = layer_call.call_hooked(facts, hooks, run, lambda: True)
     if isinstance(value, (list, tuple)) and not value:
         raise ConfigError("loss_fn returned no loss in its list; expected a one-element tensor, or several in a list.")
     losses = list(value) if isinstance(value, (list, tuple)) else [value]

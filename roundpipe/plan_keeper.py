@@ -41,7 +41,7 @@ class PlannedModel(Protocol):
 class _Kept:
     plan: ModelExecutePlan
     cautious: bool
-    revision: int  # of the activation sizes it was made, or last looked at, with
+    revision: tuple[object, ...]  # of the activation sizes and devices it was made, or last looked at, with
     next_look: int  # number of measured iterations
     changes: int = 0
 
@@ -64,7 +64,8 @@ class PlanKeeper:
         measurements = self._model.measurements
         measurements.read()
         kept = self._kept.get(key)
-        revision, iterations = measurements.sizes.revision, measurements.timer(run_type).iterations
+        revision = (measurements.sizes.revision, *self._model.plan_limits())
+        iterations = measurements.timer(run_type).iterations
         if kept is not None and kept.revision == revision and iterations < kept.next_look:
             return kept.plan
         part = Part(tuple(self._model.layer_costs(run_type)), run_type != "infer", run_type == "fused")

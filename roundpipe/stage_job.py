@@ -282,12 +282,16 @@ class StageJob:
         if buffers is None:
             buffers = self._buffers[layer] = LayerBuffers(worker, replica, call.host_buffers)
         will_recompute = call.keeps_graph and not saves_graph
+        saved = None if recomputing else self.probe.saved_bytes(worker, m, layer, live)
         before: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        sources: list[HostTensor] = []
         if buffers:
             if recomputing:
                 before = buffers.restored(call.buffer_sources.pop((m, layer)))
-            elif will_recompute:
-                call.buffer_sources[m, layer] = buffers.snapshot()
+            elif will_recompute or saved is not None:
+                sources = buffers.snapshot()
+                if will_recompute:
+                    call.buffer_sources[m, layer] = sources
         facts = call.facts[layer]
         if facts.writes_input is not False:
             for leaf in live.leaves:
@@ -299,8 +303,7 @@ class StageJob:
         if recomputing:
             scope.data = call.recompute_data(worker, m, layer)
         entered = {leaf.grad_fn for leaf in live.leaves if isinstance(leaf, torch.Tensor)}
-        saved = None if recomputing else self.probe.saved_bytes(worker, m, layer, live)
-        with before, layer_call.saved_tensors(will_recompute, saved):
+        with before:
             live, drew = layer_call.call_layer(
                 worker,
                 replica,
@@ -315,6 +318,8 @@ class StageJob:
                 noted=call.attributes,
                 notes=will_recompute and m == call.num_microbatch - 1,
                 timed=self.probe.forward(m, layer, recomputing),
+                hooks=layer_call.saved_tensors(facts, will_recompute, saved),
+                undo=lambda: buffers.load(sources),
             )
             buffers.note_silent_writes()
         if saved is not None:

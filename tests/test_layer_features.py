@@ -21,6 +21,7 @@ from roundpipe.replica import LayerReplica
 from . import oracle
 from .faults import Trapped, five_layer_plan, trapped_model
 from .model_zoo import Residual
+from .plans import random_fused_plan
 from .test_model_calls import both, config, four, square
 
 
@@ -376,3 +377,46 @@ def test_random_layers_in_training_after_inference() -> None:
     oracle.assert_close_to_scale(got, want, "loss")
     wrapped.synchronize()
     oracle.assert_same_gradients(wrapped.model, plain)
+
+
+class UsesTorchFunc(nn.Module):
+    """Takes a gradient by torch.func inside its forward, after a buffer was written and random numbers were drawn."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.norm(self.linear(x)) * torch.rand(x.shape[-1])
+        return x + torch.func.grad(lambda y: y.tanh().square().sum())(x)
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_torch_func_inside_a_layer(grain: str, seed: int) -> None:
+    """torch.func refuses hooks of saved tensors, by which forwards keep nothing and are measured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(UsesTorchFunc(8), nn.Linear(8, 8), UsesTorchFunc(8), UsesTorchFunc(8))
+    plain = copy.deepcopy(model)
+    wrapped = RoundPipe(model)
+
+    def loss_fn(out: torch.Tensor, label: object) -> torch.Tensor:
+        return torch.func.grad(lambda y: y.pow(3).sum())(out).mean()
+
+    for _ in range(2):
+        args = (torch.randn(6, 8),)
+        state = torch.get_rng_state()
+        config = RoundPipeRunConfig(
+            num_microbatch=2, recompute_grain=grain, execute_plan=random_fused_plan(4, seed) if seed else None
+        )
+        loss = wrapped.forward_backward(args, loss_fn=loss_fn, run_config=config)
+        torch.set_rng_state(state)
+        wanted = oracle.forward_backward(list(plain), args, loss_fn=loss_fn, num_microbatch=2)
+        oracle.assert_close_to_scale(loss, wanted, "loss", 1e-5)
+    wrapped.synchronize()
+    oracle.assert_same_state(wrapped.model, plain, 1e-5)
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        oracle.assert_close_to_scale(got.grad, want.grad, "gradient", 1e-4)
