@@ -9,6 +9,7 @@ from __future__ import annotations
 from . import data_plane, optim
 from .activation_offload import offload_activations
 from .devices import devices, use_devices
+from .grad_scaler import GradScaler
 from .model import RoundPipe
 from .optimizer_context import OptimizerCtx
 from .plan import ModelExecutePlan
@@ -20,6 +21,7 @@ from .wrap import wrap_model_to_roundpipe
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradScaler",
     "ModelExecutePlan",
     "ModelTimer",
     "OptimizerCtx",

@@ -305,10 +305,19 @@ def declare_access(engine: int, device: int, tensor: Tensor, write: bool) -> Non
 
 # -- optimizer queue ---------------------------------------------------------------------------------------------------
 def update_convert(
-    engine: int, ticket: int, sources: Sequence[Tensor], targets: Sequence[Tensor], accumulate: Sequence[int]
+    engine: int,
+    ticket: int,
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    accumulate: Sequence[int],
+    non_finite: Tensor | None = None,
 ) -> int:
-    """Queues ``targets[i] = sources[i]``, or ``+=``, converted, behind ``ticket`` (0: none), whose handle ends."""
-    return _call("update_convert", engine, ticket, sources, targets, accumulate)
+    """Queues ``targets[i] = sources[i]``, or ``+=``, converted, behind ``ticket`` (0: none), whose handle ends.
+
+    ``non_finite`` (uint8, one a source): when the update has ended, 1 where a source holds an infinity or NaN; found in
+    the same pass, for float32, bfloat16 and float16 without accumulation.
+    """
+    return _call("update_convert", engine, ticket, sources, targets, accumulate, non_finite)
 
 
 def update_fused(

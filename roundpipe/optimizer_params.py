@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from . import _ops
+from . import _ops, finite_checks
 from .engine import Engine
 from .units import TensorLayout, Unit
 
@@ -105,7 +105,7 @@ class OptimizerParameters:
             sources.append(_flat(image, layout))
             targets.append(entry.free_gradient())
             entries.append(entry)
-        return TakenUnit(entries, targets, _Conversion(engine, ticket, sources, targets))
+        return TakenUnit(entries, targets, _Conversion(engine, ticket, sources, targets, check=finite_checks.wanted()))
 
     def publish(self, engine: Engine, unit: Unit, ticket: int) -> _Conversion:
         """Starts writing the optimizer's values into the host weights, once ``ticket`` is ready."""
@@ -121,13 +121,24 @@ class OptimizerParameters:
 class _Conversion:
     """Element-wise conversion of several tensors under one ticket."""
 
-    def __init__(self, engine: Engine, ticket: int, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ticket: int,
+        sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
+        check: bool = False,
+    ) -> None:
         self._engine = engine
         self._ticket = ticket
         self._pairs = list(zip(sources, targets, strict=True))
         self._update = 0
+        self.non_finite: torch.Tensor | None = None  # once done, by source; None: nobody has looked
         if all(s.dtype in _KERNEL_DTYPES and t.dtype in _KERNEL_DTYPES for s, t in self._pairs):
-            self._update = _ops.update_convert(engine.handle, ticket, sources, targets, [0] * len(targets))
+            if check:
+                self.non_finite = torch.zeros(len(sources), dtype=torch.uint8)
+            none_added = [0] * len(targets)
+            self._update = _ops.update_convert(engine.handle, ticket, sources, targets, none_added, self.non_finite)
 
     def wait(self) -> None:
         """Blocks until done. Raises Poisoned when what it waits for has failed."""
@@ -160,11 +171,15 @@ class TakenUnit:
 
     def assign(self, touched: set[int]) -> None:
         """Adds to, or becomes, ``.grad`` of the parameters that got a gradient; None stays None."""
+        flags = self._conversion.non_finite
+        non_finite = None if flags is None else flags.tolist()
         for position in touched:
             entry = self._entries[position]
             grad = entry.shaped(self._targets[position])
             if entry.parameter.grad is None:
                 entry.parameter.grad = grad
+                if non_finite is not None:
+                    finite_checks.note(entry.parameter.grad, bool(non_finite[position]))
             else:
                 entry.parameter.grad = entry.parameter.grad + grad
         self._entries, self._targets = [], []

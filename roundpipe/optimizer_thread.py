@@ -27,6 +27,7 @@ class OptimizerThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()  # covers starting the thread once
+        self.failed_steps = 0  # that did not run to their end; written by the thread alone
 
     def submit(self, task: Callable[[], None]) -> None:
         with self._start_lock:
@@ -85,6 +86,7 @@ class OptimizerTask:
             self.error = error
         finally:
             self._let_go()
+            thread.failed_steps += self.error is not None or self.cancelled
             self.engine.progress += 1
             self.ended.set()
 

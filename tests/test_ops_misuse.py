@@ -163,6 +163,9 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, 0, [X], [torch.zeros(4, dtype=torch.int32)], [0]), "float dtypes on both sides"),
         (lambda r: (r.engine, r.foreign_ticket, [X], [X.clone()], [0]), "another engine"),
         (lambda r: (r.engine, r.unit, [X], [X.clone()], [0]), "a handle of a unit"),
+        (lambda r: (r.engine, 0, [X], [X.clone()], [0], NONE), "'non_finite'.*1 elements.*got 0"),
+        (lambda r: (r.engine, 0, [X], [X.clone()], [0], X), "'non_finite'.*uint8"),
+        (lambda r: (r.engine, 0, [X], [X.clone()], [1], NONE.new_zeros(1)), r"'sources\[0\]'.*for 'non_finite'"),
     ],
     "update_fused": [
         (lambda r: fused(r, algorithm="adagrad"), "'algorithm'.*'adam', 'sgd' or 'lion', got 'adagrad'"),

@@ -16,6 +16,8 @@ struct ConvertKernels {
   bool (*supported)() noexcept;
   // dst[i] = round-to-nearest-even(src[i]); NaN stays NaN; as torch's cast. No alignment needed; no overlap.
   void (*convert)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t n);
+  // The same, in the same pass over memory: false if an element of src is infinite or NaN.
+  bool (*convert_checked)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t n);
   // dst[i] += src[i], added in float32, rounded once to dst's dtype.
   void (*accumulate)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t n);
 };

@@ -8,7 +8,8 @@
 namespace roundpipe::cpu {
 
 namespace avx2 {
-const ConvertKernels kConvert{"avx2", Avx2::supported, Loops<Avx2>::convert, Loops<Avx2>::accumulate};
+const ConvertKernels kConvert{"avx2", Avx2::supported, Loops<Avx2>::convert, Loops<Avx2>::convert_checked,
+                              Loops<Avx2>::accumulate};
 }  // namespace avx2
 
 }  // namespace roundpipe::cpu

@@ -14,7 +14,8 @@
 namespace roundpipe::cpu {
 
 namespace avx512 {
-const ConvertKernels kConvert{"avx512", Avx512::supported, Loops<Avx512>::convert, Loops<Avx512>::accumulate};
+const ConvertKernels kConvert{"avx512", Avx512::supported, Loops<Avx512>::convert, Loops<Avx512>::convert_checked,
+                              Loops<Avx512>::accumulate};
 }  // namespace avx512
 
 }  // namespace roundpipe::cpu

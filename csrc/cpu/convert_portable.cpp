@@ -6,7 +6,8 @@
 namespace roundpipe::cpu {
 
 namespace portable {
-const ConvertKernels kConvert{"portable", Portable::supported, Loops<Portable>::convert, Loops<Portable>::accumulate};
+const ConvertKernels kConvert{"portable", Portable::supported, Loops<Portable>::convert,
+                              Loops<Portable>::convert_checked, Loops<Portable>::accumulate};
 }  // namespace portable
 
 }  // namespace roundpipe::cpu

@@ -117,6 +117,16 @@ void ElementConvert::run(std::size_t begin, std::size_t end) const {
   }
 }
 
+bool ElementConvert::can_check() const {
+  return !accumulate && kernel_dtype(source_dtype) && kernel_dtype(target_dtype);
+}
+
+bool ElementConvert::run_checked(std::size_t begin, std::size_t end) const {
+  return cpu::active_convert_kernels().convert_checked(
+      target + begin * parts * element_bytes(target_dtype), *kernel_dtype(target_dtype),
+      source + begin * parts * element_bytes(source_dtype), *kernel_dtype(source_dtype), (end - begin) * parts);
+}
+
 ElementConvert make_element_convert(const Tensor& source, const std::string& source_name, const Tensor& target,
                                     const std::string& target_name, bool accumulate) {
   require_contiguous(source, source_name, Place{});

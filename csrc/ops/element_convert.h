@@ -24,6 +24,9 @@ struct ElementConvert {
   std::size_t source_bytes() const;
   std::size_t target_bytes() const;
   void run(std::size_t begin, std::size_t end) const;
+  // The same, in one pass; false if an element of the source in this slice is infinite or NaN. Needs can_check().
+  bool run_checked(std::size_t begin, std::size_t end) const;
+  bool can_check() const;  // float32, bfloat16 or float16 on both sides, without accumulation
 };
 
 // InvalidArgument unless both are contiguous host tensors of as many elements whose memory does not overlap, and of

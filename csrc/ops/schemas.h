@@ -75,7 +75,9 @@
   def("declare_access(int engine, int device, Tensor tensor, bool write) -> ()")   /* checker: compute touches it */   \
   /* -- optimizer queue --------------------------------------------------------------------------------------- */   \
   /* element-wise targets[i] = / += convert(sources[i]); ticket 0 = none; the ticket's handle ends with the update */   \
-  def("update_convert(int engine, int ticket, Tensor[] sources, Tensor[] targets, int[] accumulate) -> int")         \
+  /* non_finite: uint8, one a source; 1 once a slice of it was converted that holds an infinity or NaN */              \
+  def("update_convert(int engine, int ticket, Tensor[] sources, Tensor[] targets, int[] accumulate, "                  \
+      "Tensor(a!)? non_finite=None) -> int")                                                                           \
   def("update_wait(int engine, int update, int timeout_ms) -> bool")                                                 \
   /* One step of "adam", "sgd" or "lion" in place, behind all tickets. Lists as for adam_update, position by position;  */ \
   /* sources: where weights are read, empty for where they are written; moments: all first ones, then all second ones, */ \

@@ -148,6 +148,13 @@ class Convert : public ::testing::TestWithParam<ConvertKernels> {
           << name(from) << " -> " << name(to) << " n " << n << " i " << i << ": " << std::hex << src.get(i)
           << " became " << dst.get(i);
     }
+    Elements checked(to, n, to_shift);
+    bool finite = true;
+    for (std::size_t i = 0; i < n; ++i) finite = finite && std::isfinite(src.value(i));
+    ASSERT_EQ(GetParam().convert_checked(checked.data(), to, src.data(), from, n), finite)
+        << name(from) << " -> " << name(to) << " n " << n;
+    ASSERT_TRUE(checked.guards_intact());
+    ASSERT_EQ(n == 0 ? 0 : std::memcmp(checked.data(), dst.data(), n * size_of(to)), 0);
   }
 };
 
@@ -159,6 +166,29 @@ TEST_P(Convert, EverySizeAndAlignment) {
         check_convert(to, from, n, random() % 33, random() % 33,
                       [&](std::size_t) { return interesting(random, from); });
         if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(Convert, OneElementThatIsNotFiniteIsFoundAnywhere) {
+  const std::size_t large = (std::size_t{1} << 18) + 37;  // streamed
+  for (const DType to : kDTypes) {
+    for (const DType from : kDTypes) {
+      const std::uint32_t bad[] = {encode(INFINITY, from), encode(-INFINITY, from),
+                                   from == DType::kFloat32 ? 0x7FC00000U : 0x7FFFU};
+      for (const std::size_t n : {std::size_t{1}, std::size_t{53}, std::size_t{4100}, large}) {
+        Elements src(from, n, 2), dst(to, n, 6);
+        for (std::size_t i = 0; i < n; ++i) src.set(i, encode(static_cast<double>(i % 7) - 3, from));
+        ASSERT_TRUE(GetParam().convert_checked(dst.data(), to, src.data(), from, n));
+        for (const std::size_t at : {std::size_t{0}, n / 3, n / 2, n - 1}) {
+          const std::uint32_t good = src.get(at);
+          for (const std::uint32_t bits : bad) {
+            src.set(at, bits);
+            ASSERT_FALSE(GetParam().convert_checked(dst.data(), to, src.data(), from, n)) << n << " " << at;
+          }
+          src.set(at, good);
+        }
       }
     }
   }
