@@ -130,7 +130,8 @@ def test_a_deleted_wrapper_leaves_nothing_behind() -> None:
 
     engines.current().wait_idle()
     done = RoundPipe(nn.Linear(2, 2))
-    done.forward_backward((torch.randn(3, 2),), loss_fn=lambda out, _: out.sum())  # comes after what workers still do
+    for _ in range(2):  # on one device after the other: comes after what each worker still does
+        done.forward_backward((torch.randn(3, 2),), loss_fn=lambda out, _: out.sum())
     done.synchronize()
     gc.collect()
     assert all(ref() is None for ref in weak)
