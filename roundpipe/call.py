@@ -68,6 +68,11 @@ class Call:
         self.engine = engine
         self.layers = layers
         self.units_of = units_of
+        # By unit: the layers of this call that use it. The model may be a part of what the unit's own numbers count.
+        self.layers_of: dict[int, tuple[int, ...]] = {}
+        for index, units in enumerate(units_of):
+            for unit in units:
+                self.layers_of[unit.key] = (*self.layers_of.get(unit.key, ()), index)
         self.host_buffers = host_buffers
         self.facts = facts
         self.loss_facts = loss_facts

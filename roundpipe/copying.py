@@ -31,6 +31,7 @@ def contents(wrapper: RoundPipe, memo: dict[int, Any] | None = None) -> dict[str
         "config": wrapper._config,
         "training": wrapper.training,
         "optimizer_values": finer,
+        "arguments": wrapper._rebuild_arguments(),
     }
 
 
@@ -40,6 +41,7 @@ def rebuild(parts: dict[str, Any]) -> RoundPipe:
         optim_dtype=parts["optim_dtype"],
         name=parts["name"],
         model_run_config=parts["config"],
+        **parts["arguments"],
     )
     if parts["original_model"] is not None:
         wrapper.set_original_model(parts["original_model"])

@@ -20,6 +20,7 @@ def fold_host_gradients(state: TrainingState) -> None:
         given = {i: p.grad for i, p in enumerate(unit.trainable_parameters) if p.grad is not None}
         if not given:
             continue
+        state.host_read.add(unit.key)
         image = _image(state, unit)
         touched = state.window.touched(unit)
         with torch.no_grad():

@@ -59,30 +59,21 @@ class RoundPipe(nn.Module):
         pin_model: str = "alloc",
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
-        if isinstance(model, RoundPipe):
-            raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
-        if pin_model != "alloc":
-            raise ConfigError(f"pin_model={pin_model!r}: expected 'alloc'")
-        check_optim_dtype(optim_dtype)
-        check_name(name)
-        config = RoundPipeRunConfig() if model_run_config is None else model_run_config
-        if not isinstance(config, RoundPipeRunConfig):
-            raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
+        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
         layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else [model]
         if not layers:
             raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
-        _refuse_wrapped(layers)
-        refuse_several_processes()
+        claim_weights(
+            self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()], layers
+        )
+        self._set_up(model, TrainingState(layers, optim_dtype, engines.current()), threading.RLock(), self.name, config)
+
+    def _set_up(self, model: nn.Module, state: Any, lock: Any, name: str, config: RoundPipeRunConfig) -> None:
+        """``lock``: one call at a time takes tickets and changes the window."""
         own = self.__dict__
-        own["name"] = name if name is not None else _call_site()
-        owners.claim([(f"{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()], self)
-        own["_lock"] = threading.RLock()  # one call at a time takes tickets and changes the window
-        own["_state"] = TrainingState(layers, optim_dtype, engines.current())
-        own["_config"] = config
-        own["layers"] = layers
-        own["num_layers"] = len(layers)
+        own.update(_lock=lock, _state=state, _config=config, name=name)
+        own["layers"] = state.layers
+        own["num_layers"] = len(state.layers)
         own["original_model"] = None
         own["training"] = model.training
         self._modules["model"] = model
@@ -362,8 +353,15 @@ class RoundPipe(nn.Module):
                 )
             self._naming_model()._apply(fn, recurse)
             self.model._apply(fn, recurse)
-            self.__dict__["_state"] = TrainingState(self.layers, self._state.optimizer.dtype, engines.current())
+            self._renew_state()
         return self
+
+    def _renew_state(self) -> None:
+        self.__dict__["_state"] = TrainingState(self.layers, self._state.optimizer.dtype, engines.current())
+
+    def _rebuild_arguments(self) -> dict[str, Any]:
+        """What the constructor takes besides, for a copy."""
+        return {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoundPipe:
         made = memo[id(self)] = rebuild(contents(self, memo))
@@ -421,13 +419,34 @@ class RoundPipe(nn.Module):
         )
 
 
-def _refuse_wrapped(layers: list[nn.Module]) -> None:
-    for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, RoundPipe):
-                raise ConfigError(
-                    f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first"
-                )
+def check_arguments(
+    model: object, optim_dtype: object, name: object, model_run_config: object, pin_model: object
+) -> RoundPipeRunConfig:
+    """Raises for what cannot be wrapped; gives the configuration."""
+    if not isinstance(model, nn.Module):
+        raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
+    if isinstance(model, RoundPipe):
+        raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
+    if pin_model != "alloc":
+        raise ConfigError(f"pin_model={pin_model!r}: expected 'alloc'")
+    check_optim_dtype(optim_dtype)
+    check_name(name)
+    config = RoundPipeRunConfig() if model_run_config is None else model_run_config
+    if not isinstance(config, RoundPipeRunConfig):
+        raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
+    return config
+
+
+def claim_weights(
+    wrapper: RoundPipe, name: str | None, parameters: list[tuple[str, nn.Parameter]], layers: list[nn.Module]
+) -> None:
+    """Makes ``wrapper`` the owner of the parameters and gives it its name."""
+    for module in (module for layer in layers for module in layer.modules()):
+        if isinstance(module, RoundPipe):
+            raise ConfigError(f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first")
+    refuse_several_processes()
+    wrapper.__dict__["name"] = name if name is not None else _call_site()
+    owners.claim(parameters, wrapper)
 
 
 class _Retired:

@@ -28,6 +28,7 @@ def merge_outputs(
     outputs: Sequence[Any],
     spec: Any = None,
     transfer_events: Sequence[TransferEvent | None] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> Any:
     """Merges the outputs of the microbatches; see Note [Automatic merge]. Autograd history is kept.
 
@@ -41,6 +42,8 @@ def merge_outputs(
             leaf becomes a :class:`RoundPipePackedData`.
         transfer_events: for ``spec=False``, the event after which each microbatch's leaves can be read. Otherwise
             the caller has waited already.
+        rows: rows of each microbatch. If given, a tensor of another size on dim 0 that is equal in all microbatches
+            does not depend on the batch (such as embeddings of positions) and is taken once.
 
     Raises:
         SplitError: outputs of different structure, tensors that do not fit together, or unequal other leaves.
@@ -69,10 +72,12 @@ def merge_outputs(
     if spec is False:
         packed = [RoundPipePackedData(column, transfer_events) for column in columns]
         return pytree.tree_unflatten(packed, tree)
-    return pytree.tree_unflatten([_merge(leaf, column) for leaf, column in zip(first, columns, strict=True)], tree)
+    return pytree.tree_unflatten(
+        [_merge(leaf, column, rows) for leaf, column in zip(first, columns, strict=True)], tree
+    )
 
 
-def _merge(leaf: Leaf, values: list[Any]) -> Any:
+def _merge(leaf: Leaf, values: list[Any], rows: Sequence[int] | None) -> Any:
     if is_reducer(leaf.spec):
         return reduce(leaf.spec.reduce_fn, values, leaf.spec.init_value)
     tensors = [isinstance(value, torch.Tensor) for value in values]
@@ -83,6 +88,8 @@ def _merge(leaf: Leaf, values: list[Any]) -> Any:
             if values[0].dim() or leaf.exact:
                 return _concatenate(leaf, values, chunk_dim(leaf.spec))
         elif any(value.dim() for value in values):
+            if rows is not None and _is_unbatched(values, rows):
+                return values[0]
             return _concatenate(leaf, values, 0)
         return _average(values)
     for i, value in enumerate(values):
@@ -92,6 +99,12 @@ def _merge(leaf: Leaf, values: list[Any]) -> Any:
                 f"{i}, and must be equal to be merged{_REMEDY}"
             )
     return values[0]
+
+
+def _is_unbatched(values: list[torch.Tensor], rows: Sequence[int]) -> bool:
+    if any(value.dim() == 0 or value.size(0) == count for value, count in zip(values, rows, strict=True)):
+        return False
+    return all(_equal(values[0], value) for value in values)
 
 
 def _concatenate(leaf: Leaf, values: list[torch.Tensor], dim: int) -> torch.Tensor:

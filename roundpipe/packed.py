@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from roundpipe.errors import ConfigError
+from roundpipe.packed_tensor import MergesOnUse
 
 __all__ = ["RoundPipePackedData", "TransferEvent"]
 
@@ -17,11 +18,12 @@ class TransferEvent(Protocol):
         """Returns when what the event stands for has happened."""
 
 
-class RoundPipePackedData(list[Any]):
+class RoundPipePackedData(MergesOnUse):
     """One leaf of the outputs of ``merge_output=False``: a list with the value of every microbatch.
 
     Another RoundPipe takes it as an input without a copy and without a wait; it sets the number of microbatches there.
     Tensors in it live on the host and may be read only after :meth:`synchronize`, or after the microbatch's event.
+    Where it is used as a tensor (in a function of torch, an operator, by an attribute of tensors) it waits and merges.
 
     Args:
         values: one value a microbatch.

@@ -96,6 +96,10 @@ class LayerReplica:
         self.loaded_buffers: dict[int, tuple[Any, torch.Tensor, int]] = {}
         self.root = self._build()
 
+    def _twin(self, module: nn.Module) -> nn.Module | None:
+        """What stands for ``module`` instead of a skeleton; None: a skeleton."""
+        return None
+
     # -- structure -----------------------------------------------------------------------------------------------
     def _build(self) -> nn.Module:
         twins: dict[int, nn.Module] = {}
@@ -103,7 +107,10 @@ class LayerReplica:
 
         def make(module: nn.Module) -> nn.Module:
             known = twins.get(id(module))
+            if known is None:  # not `or`: an empty container is false
+                known = self._twin(module)
             if known is not None:
+                twins[id(module)] = known
                 return known
             twin = module.__class__.__new__(module.__class__)
             twins[id(module)] = twin

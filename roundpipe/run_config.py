@@ -105,6 +105,7 @@ class ResolvedConfig:
     merge_output: Any
     execute_plan: ModelExecutePlan | None
     on_oom: str
+    merges_unbatched: bool = False  # automatic merging looks for outputs that do not depend on the batch
 
 
 def resolve(

@@ -37,7 +37,7 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
             call.wait_jobs()
             _raise_if_failed(state, call)
             boundaries = [call.take_boundary(m, end) for m in range(call.num_microbatch)]
-            merged = _merged(state, call, boundaries, config)
+            merged = _merged(state, call, boundaries, config, pieces)
             _apply_buffers(state, call)
             return merged
 
@@ -69,7 +69,7 @@ def forward(
     if packed:
         return pack(engine, boundaries, outputs)
     trees = [pytree.tree_unflatten(leaves, b.spec) for leaves, b in zip(outputs, boundaries, strict=True)]
-    return _placed(merge_outputs(trees, config.merge_output), config)
+    return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
 
 
 def _inputs(engine: Engine, pieces: InputPieces) -> list[Boundary]:
@@ -79,12 +79,18 @@ def _inputs(engine: Engine, pieces: InputPieces) -> list[Boundary]:
     ]
 
 
-def _merged(state: TrainingState, call: Call, boundaries: list[Boundary], config: ResolvedConfig) -> Any:
+def _merged(
+    state: TrainingState, call: Call, boundaries: list[Boundary], config: ResolvedConfig, pieces: InputPieces
+) -> Any:
     """The outputs as the caller wants them, outside any graph. Packed ones may still be on their way."""
     if config.merge_output is False:
         return pack(call.engine, boundaries, [unread_leaves(b, call.is_saved) for b in boundaries])
     trees = [pytree.tree_unflatten(_received_leaves(state, call, b), b.spec) for b in boundaries]
-    return _placed(merge_outputs(trees, config.merge_output), config)
+    return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
+
+
+def _rows(config: ResolvedConfig, pieces: InputPieces) -> list[int] | None:
+    return pieces.row_counts if config.merges_unbatched else None
 
 
 def _placed(tree: Any, config: ResolvedConfig) -> Any:
@@ -132,7 +138,7 @@ def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: A
     total = _sum_losses(state, call)
     outputs = None
     if return_outputs:
-        outputs = _merged(state, call, [call.outputs.pop(m) for m in range(count)], config)
+        outputs = _merged(state, call, [call.outputs.pop(m) for m in range(count)], config, pieces)
     # A layer that drew will draw again in its recompute, from a generator that the caller uses too.
     if call.drew:
         call.wait_jobs()

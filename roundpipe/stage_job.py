@@ -364,7 +364,7 @@ class StageJob:
     def _pass_weights(self, layer: int, descending: bool = False) -> None:
         """The last microbatch has passed ``layer``: units that no later layer of this job uses make room."""
         for unit in self.call.units_of[layer]:
-            others = [x for x in unit.layers if x in self.stage]
+            others = [x for x in self.call.layers_of[unit.key] if x in self.stage]
             if layer == (min(others) if descending else max(others)) and unit.key not in self._weights_done:
                 self._weights_done.add(unit.key)
                 _ops.job_weights_done(self.handle, self.index[unit.key])
@@ -428,7 +428,7 @@ class StageJob:
         """Whether one backward of this job brings all gradients of the unit."""
         if self.call.grain == "stage":
             return True
-        return sum(1 for layer in unit.layers if layer in self.stage) == 1
+        return sum(1 for layer in self.call.layers_of[unit.key] if layer in self.stage) == 1
 
     def _start_down(self, unit: Unit) -> None:
         if unit.key not in self._handed:
@@ -456,7 +456,7 @@ class StageJob:
         """After the last microbatch's backward through ``layers``: units that no other layer of this job adds to."""
         for layer in layers:
             for unit in self.call.units_of[layer]:
-                remaining = [x for x in unit.layers if x in self.stage and x < layers.start]
+                remaining = [x for x in self.call.layers_of[unit.key] if x in self.stage and x < layers.start]
                 if unit.key in self._gradients and not remaining:
                     self._start_down(unit)
 

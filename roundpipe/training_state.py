@@ -62,6 +62,7 @@ class TrainingState:
         self._unpublished = False
         self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
+        self.host_read: set[int] = set()  # units that the caller computes with himself, by key
         self._versions: dict[int, int] = {}
         self.measurements = Measurements(len(layers))
         self.plans = PlanKeeper(self)
@@ -185,6 +186,21 @@ class TrainingState:
         self.optimizer.refresh(edited)
         self.compact.follow_edits([p for p in edited if id(p) not in unchanged])
         self._note_versions()
+
+    # -- weights that the caller computes with himself -----------------------------------------------------------
+    def wait_host_read(self) -> None:
+        """They are complete until the next step is dispatched."""
+        for unit in self.units:
+            if unit.key in self.host_read:
+                unit.follow_publishes()
+
+    def follow_publishes(self, parameter: nn.Parameter) -> None:
+        """The same for one of them."""
+        if not optimizer_thread.is_current():
+            for unit in self.units:
+                if any(parameter is own for own in unit.parameters):
+                    self.host_read.add(unit.key)
+                    unit.follow_publishes()
 
     # -- gradients on the host model -----------------------------------------------------------------------------
     def show_gradients(self) -> None:

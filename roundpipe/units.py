@@ -132,12 +132,12 @@ class Unit:
     # -- engine --------------------------------------------------------------------------------------------------
     def open(self, engine: int) -> None:
         """Registers the unit with an engine; the old registration, if any, is closed. No work is under way."""
-        self._follow_publishes()
+        self.follow_publishes()
         self.close()
         self.handle = _ops.unit_open(engine, [self.image], [0], self.weight_bytes, self.gradient_bytes)
 
-    def _follow_publishes(self) -> None:
-        """Orders this thread, and so the uploads of a new registration, after the old one's last publish."""
+    def follow_publishes(self) -> None:
+        """Waits for every publish issued so far: the weights may be read on this thread, or registered anew."""
         if self.handle:
             ticket = _ops.ticket_issue(self.handle, 0)
             try:

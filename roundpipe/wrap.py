@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from .auto_model import AutoRoundPipe
+from .devices import devices
 from .errors import ConfigError, ConfigTypeError
+from .function_layer import FunctionLayer
 from .model import RoundPipe
 from .run_config import RoundPipeRunConfig
+from .tree_rules import Rules, find_parts, total_elements
 
 __all__ = ["wrap_model_to_roundpipe"]
 
@@ -18,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def wrap_model_to_roundpipe(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     use_sequential_preset: bool | None = None,
     lower_threshold: int = 16 * 1024,
     upper_threshold: int | None = None,
@@ -32,14 +37,21 @@ def wrap_model_to_roundpipe(
 
     A decoder-only causal language model of transformers (the preset) becomes prefix, blocks and head, each a layer; it
     takes all arguments of its own forward, plus ``return_logits=False`` for the loss without materialised logits, and
-    returns its own output type. An ``nn.Sequential`` has its children as layers. Any other module is one layer.
+    returns its own output type. An ``nn.Sequential`` has its children as layers.
+
+    Any other model runs its own forward on the host, and its parts are streamed when that calls them. Which modules are
+    parts is decided from the root down by the rules of Note [Tree walk] in tree_rules.py, and logged. The result is an
+    ``AutoRoundPipe``, or a ``RoundPipe`` of one layer where the whole model is one part. A function becomes a layer
+    without weights. Both run with one microbatch if they have fewer than ``lower_threshold`` parameters.
 
     Args:
-        model: on the CPU, not quantised, not compiled, without dispatch hooks.
+        model: on the CPU, not quantised, not compiled, without dispatch hooks; or a function, such as a loss.
         use_sequential_preset: True: a preset or an error; False: no preset; None: a preset if there is one (logged).
-        lower_threshold, upper_threshold: total parameter elements that decide how a module tree is cut into layers.
-        skip_modules: modules that are left as they are.
-        override_config: run configuration for single modules, by module.
+        lower_threshold: a module with so many parameter elements of its own is one part.
+        upper_threshold: so is one that has no more than this in all. Default: all of the model's, divided by the number
+            of devices + 1.
+        skip_modules: modules that stay on the host.
+        override_config: run configuration for single parts, by module.
         model_run_config: defaults for every call.
         name: for messages; default: where this was called.
         roundpipe_kwargs: passed on to ``RoundPipe`` (``optim_dtype``, ``pin_model``, ...).
@@ -49,20 +61,66 @@ def wrap_model_to_roundpipe(
         NotImplementedError: ``use_sequential_preset=True`` and there is no preset for this model, or its trunk is not
             one chain of blocks.
     """
+    if not isinstance(model, nn.Module) and callable(model):
+        model = FunctionLayer(model)
     _check_model(model)
     _check_thresholds(lower_threshold, upper_threshold)
-    skipped = tuple(skip_modules)
-    config = override_config.get(model, model_run_config)
-    wrapper_arguments = dict(name=name, model_run_config=config, **roundpipe_kwargs)
-    if use_sequential_preset is not False and model not in skipped:
+    skipped = _checked_modules("skip_modules", skip_modules)
+    overrides = _checked_overrides(override_config)
+    wrapper_arguments = dict(name=name, **roundpipe_kwargs)
+    if use_sequential_preset and skipped:
+        raise ConfigError("use_sequential_preset=True streams the whole model; leave skip_modules out or the preset")
+    if use_sequential_preset is not False and not skipped:
         sequential = _preset(model, use_sequential_preset is True)
         if sequential is not None:
-            wrapped = RoundPipe(sequential, **wrapper_arguments)
+            _warn_of_unused(model, [""], override_config)
+            config = _overridden(model_run_config, overrides.get(id(model)))
+            wrapped = RoundPipe(sequential, model_run_config=config, **wrapper_arguments)
             wrapped.set_original_model(model)
             return wrapped
-    if not isinstance(model, nn.Sequential):
-        logger.info("%s is wrapped as a single layer", type(model).__name__)
-    return RoundPipe(model, **wrapper_arguments)
+    upper = total_elements(model) // (len(devices()) + 1) if upper_threshold is None else upper_threshold
+    parts = find_parts(model, Rules(lower_threshold, upper, frozenset(map(id, skipped)), overrides))
+    _warn_of_unused(model, parts, override_config)
+    if not parts:
+        raise ConfigError(f"nothing of {type(model).__name__} is left to stream: skip_modules holds all that could be")
+    if list(parts) == [""]:
+        return RoundPipe(model, model_run_config=_overridden(model_run_config, parts[""]), **wrapper_arguments)
+    return AutoRoundPipe(model, parts, model_run_config=model_run_config, **wrapper_arguments)
+
+
+def _overridden(config: RoundPipeRunConfig | None, own: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+    config = config if config is not None else RoundPipeRunConfig()
+    if not isinstance(config, RoundPipeRunConfig):
+        raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
+    return config if own is None else config.overridden_by(own)
+
+
+def _checked_modules(what: str, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    found = list(modules)
+    for module in found:
+        if not isinstance(module, nn.Module):
+            raise ConfigTypeError(f"{what}: got {type(module).__name__}, expected modules (nn.Module) of the model")
+    return found
+
+
+def _checked_overrides(given: Mapping[nn.Module, RoundPipeRunConfig]) -> dict[int, RoundPipeRunConfig]:
+    _checked_modules("override_config", given)
+    for config in given.values():
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigTypeError(f"override_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
+    return {id(module): config for module, config in given.items()}
+
+
+def _warn_of_unused(model: nn.Module, parts: Collection[str], given: Mapping[nn.Module, RoundPipeRunConfig]) -> None:
+    streamed = {id(model.get_submodule(part)) for part in parts}
+    names = {id(module): name for name, module in model.named_modules()}
+    unused = [names.get(id(m), f"a {type(m).__name__} of another model") for m in given if id(m) not in streamed]
+    if unused:
+        warnings.warn(
+            f"override_config has no effect on {', '.join(map(repr, unused))}: only modules that are streamed as a "
+            f"whole have a configuration, which are {', '.join(map(repr, list(parts)[:20]))}",
+            stacklevel=3,
+        )
 
 
 def _preset(model: nn.Module, forced: bool) -> nn.Sequential | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,36 @@ def assert_same_gradients(got: nn.Module, want: nn.Module, bitwise: bool = False
                 assert torch.equal(parameter.grad, other.grad), f"{name} differs in some bit"
         else:
             assert_close_to_scale(parameter.grad, other.grad, f"gradient of {name}")
+
+
+def assert_same_gradients_within(got: nn.Module, want: nn.Module, tolerance: float) -> None:
+    """Of the model's largest gradient: some are zero by symmetry, and only rounding is left of them."""
+    others = dict(want.named_parameters())
+    for name, parameter in got.named_parameters():
+        assert (parameter.grad is None) == (others[name].grad is None), name
+    _assert_within(
+        {n: p.grad for n, p in got.named_parameters() if p.grad is not None},
+        {n: p.grad for n, p in others.items() if p.grad is not None},
+        tolerance,
+        "gradient of ",
+    )
+
+
+def assert_same_state_within(got: nn.Module, want: nn.Module, tolerance: float) -> None:
+    """Of the model's largest weight or buffer, for the same reason."""
+    mine, others = (
+        {n: value.double() for n, value in one.state_dict().items() if value.numel()} for one in (got, want)
+    )
+    _assert_within(mine, others, tolerance, "")
+
+
+def _assert_within(
+    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], tolerance: float, what: str
+) -> None:
+    largest = max(float(tensor.detach().abs().max()) for tensor in want.values() if tensor.numel())
+    for name, tensor in got.items():
+        error = float((tensor - want[name]).detach().abs().max()) / largest
+        assert error <= tolerance, f"{what}{name}: off by {error:.2e} of the largest"
 
 
 def assert_same_state(got: nn.Module, want: nn.Module, tolerance: float = 1e-6) -> None:

@@ -25,6 +25,7 @@ PLACES = [
     ("roundpipe", "devices"),
     ("roundpipe", "use_devices"),
     ("roundpipe.roundpipe", "RoundPipe"),
+    ("roundpipe.roundpipe", "AutoRoundPipe"),
     ("roundpipe.batch", "RoundPipePackedData"),
     ("roundpipe.device", "device_list"),
     ("roundpipe.models.function", "ChunkedCompileLinearForCausalLMLoss"),

@@ -128,3 +128,11 @@ def test_equal_in_unusual_ways():
     assert merge_outputs([array, array]) is array
     with pytest.raises(SplitError, match="must be equal"):
         merge_outputs([array, array.copy()])
+
+
+def test_what_does_not_depend_on_the_batch_is_taken_once_where_rows_are_known():
+    position = torch.randn(5, 2)
+    assert torch.equal(merge_outputs([position, position.clone()], rows=[3, 2]), position)
+    assert len(merge_outputs([position, position.clone()])) == 10
+    assert len(merge_outputs([position, position + 1], rows=[3, 2])) == 10, "these do depend on it"
+    assert len(merge_outputs([torch.ones(2, 2), torch.ones(2, 2)], rows=[2, 2])) == 4, "rows of the batch"

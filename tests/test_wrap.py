@@ -42,11 +42,11 @@ def test_sequential_keeps_its_children_as_layers():
     torch.testing.assert_close(wrapped(x), model(x))
 
 
-def test_other_modules_are_one_layer_and_configs_apply():
+def test_small_modules_are_one_layer_and_configs_apply():
     model = Two()
     config = RoundPipeRunConfig(num_microbatch=3)
-    wrapped = wrap_model_to_roundpipe(model, override_config={model: config})
-    assert wrapped.num_layers == 1
+    wrapped = wrap_model_to_roundpipe(model, upper_threshold=10**6, override_config={model: config})
+    assert type(wrapped) is RoundPipe and wrapped.num_layers == 1
     pieces = []
     wrapped.forward_backward((torch.randn(6, 4),), loss_fn=lambda out, _: pieces.append(len(out)) or out.sum())
     assert sorted(pieces) == [2, 2, 2]

@@ -1,0 +1,218 @@
+"""``AutoRoundPipe``: a model that runs its own forward, with parts of it streamed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import engine as engines
+from .errors import ConfigError
+from .function_layer import loss_property
+from .model import RoundPipe, check_arguments, claim_weights
+from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
+from .state_part import StatePart
+from .training_state import TrainingState
+from .tree_copy import TreeCopy
+
+_LOSS = "loss_function"  # no module can have this name: the class has a property of it
+ONE_MICROBATCH = RoundPipeRunConfig(num_microbatch=1)
+
+
+class StreamedPart(RoundPipe):
+    """A module of an ``AutoRoundPipe`` that is streamed when the model's own forward calls it."""
+
+    def __init__(self, group: AutoRoundPipe, module: nn.Module, state: StatePart, name: str, own: RoundPipeRunConfig):
+        nn.Module.__init__(self)
+        self.__dict__["_own_config"] = own
+        self.__dict__["_settings"] = group._settings
+        self._set_up(module, state, group._lock, f"{group.name}: {name or type(module).__name__}", RoundPipeRunConfig())
+
+    def _plan_run(self) -> tuple[int | None, str]:
+        config = self._resolve(None)
+        return config.num_microbatch, config.recompute_grain
+
+    @property
+    def __class__(self) -> Any:  # isinstance() is true for the module's own class: forwards and hooks look for it
+        modules = self.__dict__.get("_modules", {})
+        return type(modules["model"]) if "model" in modules else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError("the class of a streamed module cannot be changed")
+
+    def _resolve(self, config: RoundPipeRunConfig | None) -> ResolvedConfig:
+        return self._settings.resolve(self._own_config, config)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Parameter):  # the model computes with the weight itself: it must be complete
+            self._state.follow_publishes(value)
+        return value
+
+
+class _Settings:
+    """The defaults of the model and of the call that is running, for all its parts."""
+
+    def __init__(self, model: RoundPipeRunConfig) -> None:
+        self.model = model
+        self.call: RoundPipeRunConfig | None = None  # under the model's lock
+
+    def resolve(self, own: RoundPipeRunConfig, config: RoundPipeRunConfig | None) -> ResolvedConfig:
+        general = self.model if self.call is None else self.model.overridden_by(self.call)
+        found = resolve(
+            general.overridden_by(own),
+            config,
+            devices=engines.current().device_count,
+            grad_enabled=torch.is_grad_enabled(),
+        )
+        return replace(found, merges_unbatched=True)
+
+
+class AutoRoundPipe(RoundPipe):
+    """A model whose own forward runs on the host and whose parts are streamed; made by ``wrap_model_to_roundpipe``.
+
+    Calling it, the optimizer's side (``step``, ``synchronize``, ``optim_parameters``, ``parameters()`` in OptimizerCtx)
+    and the verbs of ``nn.Module`` are as for ``RoundPipe``. There is no ``forward_backward``: the loss is computed from
+    the outputs, and ``loss.backward()`` runs the parts' backward stages. Parameters shared between parts, or between a
+    part and the model's own forward, get the sum of their gradients. Parameters in no part stay where they are and are
+    trained with the others.
+
+    Args:
+        model: on the CPU. It stays as it is; a copy of its tree calls the parts.
+        parts: names of the modules to stream (as in ``named_modules``), each with the configuration that is its own.
+        optim_dtype, name, model_run_config, pin_model: as for ``RoundPipe``. Of ``model_run_config`` and of the call's
+            ``roundpipe_run_config`` the parts take what their own configuration leaves open.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Mapping[str, RoundPipeRunConfig],
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: str = "alloc",
+    ) -> None:
+        nn.Module.__init__(self)
+        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
+        _refuse_plan(config, "model_run_config")
+        modules = dict(model.named_modules(remove_duplicate=False))
+        streamed = {part: modules[part] for part in parts}
+        layers: list[nn.Module] = []
+        places = {}
+        for part, module in streamed.items():
+            own = list(module._modules.values()) if isinstance(module, nn.Sequential) else [module]
+            places[part] = range(len(layers), len(layers) + len(own))
+            layers += own  # type: ignore[arg-type]
+        left = _LeftOnHost(model, layers)
+        function = loss_property(model)
+        if function is not None:
+            places[_LOSS] = range(len(layers), len(layers) + 1)
+            layers.append(function)
+            streamed[_LOSS] = function
+        claim_weights(self, name, list(model.named_parameters()), [*layers, model])
+        self.__dict__.update(_places=places, _parts=dict(parts), _left=left, _settings=_Settings(config))
+        state = self._new_state(layers, optim_dtype)
+        self._set_up(model, state, threading.RLock(), self.name, config)
+        pipes = {
+            part: StreamedPart(self, module, StatePart(state, places[part]), part, parts.get(part, ONE_MICROBATCH))
+            for part, module in streamed.items()
+        }
+        self.__dict__.update(parts=pipes, layers=layers, num_layers=len(layers))
+        more = {id(model): {"_loss_function": pipes[_LOSS]}} if function is not None else {}
+        self.__dict__["_tree"] = TreeCopy(model, {id(streamed[part]): pipe for part, pipe in pipes.items()}, more)
+
+    def _new_state(self, layers: list[nn.Module], optim_dtype: torch.dtype | None) -> TrainingState:
+        state = TrainingState([*layers, self._left], optim_dtype, engines.current())
+        state.host_read |= {unit.key for unit in state.units_of[-1]}
+        return state
+
+    def _renew_state(self) -> None:
+        state = self.__dict__["_state"] = self._new_state(self.layers, self._state.optimizer.dtype)
+        for part, pipe in self.parts.items():
+            pipe.__dict__["_state"] = StatePart(state, self._places[part])
+
+    def train(self, mode: bool = True) -> AutoRoundPipe:
+        super().train(mode)
+        for pipe in self.parts.values():
+            pipe.__dict__["training"] = mode
+        return self
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """The model's own forward; what it gives on the host. See ``RoundPipe.forward`` for autograd and waiting."""
+        with self._entered():
+            if roundpipe_run_config is not None:
+                _refuse_plan(roundpipe_run_config, "roundpipe_run_config")
+            self._resolve(roundpipe_run_config)
+            state, settings, tree = self._state, self._settings, self._tree
+            state.prepare()
+            self._left.check()
+            state.wait_host_read()
+            tree.begin()
+            before, settings.call = settings.call, roundpipe_run_config
+            try:
+                return tree.root(*args, **kwargs)
+            finally:
+                settings.call = before
+                tree.push()
+
+    @property
+    def forward_backward(self) -> Any:  # type: ignore[override]
+        raise AttributeError  # and __getattr__ says why
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "forward_backward":
+            raise AttributeError(
+                "an AutoRoundPipe has no forward_backward: its model runs its own forward and computes a loss from it. "
+                "Call it and loss.backward() on what follows, or build an nn.Sequential of its layers for "
+                "forward_backward."
+            )
+        return super().__getattr__(name)
+
+    def _layer_costs(self, run_type: str) -> Any:
+        raise ConfigError(
+            "an AutoRoundPipe has no single list of layers to plan for; plan for its parts, which are in .parts by name"
+        )
+
+    def _rebuild_arguments(self) -> dict[str, Any]:
+        return {"parts": dict(self._parts)}
+
+
+def _refuse_plan(config: RoundPipeRunConfig, what: str) -> None:
+    if config.execute_plan is not None:
+        raise ConfigError(
+            f"{what}: an execute_plan is for one list of layers, but this model has several streamed parts; give each "
+            "its own by override_config={module: RoundPipeRunConfig(execute_plan=...)}"
+        )
+
+
+class _LeftOnHost(nn.Module):
+    """The parameters that no part has, which the model's own forward computes with."""
+
+    places: list[tuple[nn.Module, str, nn.Parameter]]
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()
+        streamed = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        self.places = []
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in streamed:
+                    continue
+                self.places.append((module, name, parameter))
+                streamed.add(id(parameter))
+                full = f"{prefix}.{name}" if prefix else name
+                self._parameters[full.replace(".", "/")] = parameter
+
+    def check(self) -> None:
+        for module, name, parameter in self.places:
+            if module._parameters.get(name) is not parameter:
+                raise ConfigError(
+                    f"parameter {name!r} of {type(module).__name__} is another one than when the model was wrapped; "
+                    "edit values in place (parameter.data.copy_, load_state_dict), or wrap the model again."
+                )
