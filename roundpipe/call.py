@@ -365,6 +365,7 @@ class Call:
         """What only a failed call would have needed; the window keeps the call for its gradients."""
         self.buffer_undos.clear()
         self.predecessor = None
+        self.window = None  # which holds this call
 
     def counters(self) -> str:
         """Where every job is and the tickets of every unit, for the watchdog."""

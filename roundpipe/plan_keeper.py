@@ -10,6 +10,7 @@ Note [Plans that stay]
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -50,7 +51,7 @@ class PlanKeeper:
     """One plan for each kind of run, number of microbatches and grain of recompute. Used under the model's lock."""
 
     def __init__(self, model: PlannedModel) -> None:
-        self._model = model
+        self._model: PlannedModel = weakref.proxy(model)  # its owner, whose memory must not wait for the collector
         self._kept: dict[tuple[str, int, str], _Kept] = {}
         self._warned = False
 

@@ -102,33 +102,32 @@ class LayerReplica:
 
     # -- structure -----------------------------------------------------------------------------------------------
     def _build(self) -> nn.Module:
-        twins: dict[int, nn.Module] = {}
-        self._nodes = []
-
-        def make(module: nn.Module) -> nn.Module:
-            known = twins.get(id(module))
-            if known is None:  # not `or`: an empty container is false
-                known = self._twin(module)
-            if known is not None:
-                twins[id(module)] = known
-                return known
-            twin = module.__class__.__new__(module.__class__)
-            twins[id(module)] = twin
-            self._nodes.append((module, twin))
-            twin.__dict__["_modules"] = {
-                name: None if child is None else make(child) for name, child in module._modules.items()
-            }
-            twin.__dict__["_parameters"] = {
-                name: None if p is None else self._parameters.get(p) for name, p in module._parameters.items()
-            }
-            twin.__dict__["_buffers"] = dict(module._buffers)
-            return twin
-
-        root = make(self.layer)
-        self._twins = twins
+        self._twins: dict[int, nn.Module] = {}
         self._compiled: dict[int, tuple[Any, Any]] = {}
+        self._nodes = []
+        root = self._make(self.layer)
         self._given = [{} for _ in self._nodes]
         return root
+
+    def _make(self, module: nn.Module) -> nn.Module:
+        twins = self._twins
+        known = twins.get(id(module))
+        if known is None:  # not `or`: an empty container is false
+            known = self._twin(module)
+        if known is not None:
+            twins[id(module)] = known
+            return known
+        twin = module.__class__.__new__(module.__class__)
+        twins[id(module)] = twin
+        self._nodes.append((module, twin))
+        twin.__dict__["_modules"] = {
+            name: None if child is None else self._make(child) for name, child in module._modules.items()
+        }
+        twin.__dict__["_parameters"] = {
+            name: None if p is None else self._parameters.get(p) for name, p in module._parameters.items()
+        }
+        twin.__dict__["_buffers"] = dict(module._buffers)
+        return twin
 
     def _structure_changed(self) -> bool:
         for module, twin in self._nodes:

@@ -106,6 +106,26 @@ def test_asynchronous_steps_are_one_step_old_everywhere() -> None:
     oracle.assert_same_state(wrapped.model, newest, 1e-5)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_compact_optimizers_train_every_parameter(is_async: bool) -> None:
+    """Those that stay on the host too: the forward that reads them waits for updates that nobody else waits for."""
+    roundpipe.use_devices("host:2")
+    case, wrapped, plain = twins("trunk")
+    optimizer = roundpipe.optim.SGD(wrapped, lr=LR, momentum=0.9)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=0.9)
+    for step in range(4):
+        torch.manual_seed(step)
+        batch = case.batch()
+        for model in (wrapped, plain):
+            loss_and_logits(model, batch)[0].backward()
+        wrapped.step(optimizer, is_async=is_async)
+        if is_async:
+            wrapped.synchronize()
+        update(plain_optimizer)()
+    wrapped.synchronize()
+    oracle.assert_same_state_within(wrapped.model, plain, 1e-5)
+
+
 def test_gradients_accumulate_and_are_cleared() -> None:
     roundpipe.use_devices("host:2")
     case, wrapped, plain = twins("trunk")

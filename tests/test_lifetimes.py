@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
+from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, wrap_model_to_roundpipe
 from roundpipe import engine as engines
 
+from .auto_models import Trunk
 from .plans import one_layer_stages
 
 
@@ -69,3 +70,22 @@ def test_nothing_waits_for_the_collector(kind: str, grain: str) -> None:
     assert _ops.engine_live(handle)[4] <= before[4], "handles are left"
     for layer in model:
         assert layer.seen and not [tensor for ref in layer.seen if (tensor := ref()) is not None]
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("kind", ["layers", "parts"])
+def test_a_wrapper_and_its_memory_go_with_its_name(kind: str) -> None:
+    roundpipe.use_devices("host:2")
+    if kind == "layers":
+        wrapped = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        wrapped.forward_backward((torch.randn(4, 4),), loss_fn=lambda out, _: out.sum())
+    else:
+        wrapped = wrap_model_to_roundpipe(Trunk(), lower_threshold=64)
+        wrapped(torch.randint(11, (4, 5)))["logits"].sum().backward()
+    wrapped.synchronize()
+    alive = [weakref.ref(wrapped), weakref.ref(wrapped._state), weakref.ref(wrapped._state.units[0])]
+    del wrapped
+    deadline = time.monotonic() + 5
+    while alive[2]() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # as above
+    assert [ref() for ref in alive] == [None] * 3
