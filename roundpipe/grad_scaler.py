@@ -118,7 +118,7 @@ class GradScaler:
         self._effective = self._newest.scale  # what scale() uses
         self._step_scale = self._effective  # what steps undo; optimizer thread's order
         self._optimizers: dict[int, _OptimizerState] = {}  # optimizer thread's order
-        self._failed_steps = 0  # of the optimizer thread, when the last update ran
+        self._failed_steps = optimizer_thread.failed_steps  # of the optimizer thread, when the last update ran
         self._pending: _Task | None = None
         self.set_growth_factor(growth_factor)
         self.set_backoff_factor(backoff_factor)

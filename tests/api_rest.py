@@ -164,6 +164,94 @@ def torchs_optimizers_inside_a_context() -> None:
     assert torch.allclose(wrapped.model[0].weight, plain[0].weight, rtol=1e-5, atol=1e-6)
 
 
+# -- scaling of losses ------------------------------------------------------------------------------------------------
+def _scaled_training(scaler: Any, is_async: bool = False, infinite: int = -1) -> tuple[RoundPipe, list[float]]:
+    wrapped = RoundPipe(net())
+    optimizer = sgd(wrapped)
+    scales = []
+
+    def update() -> None:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+
+    for i in range(4):
+        factor = float("inf") if i == infinite else 1.0
+        wrapped.forward_backward((X,), loss_fn=lambda out, _, f=factor: scaler.scale(square_sum(out, None) * f))
+        wrapped.step(update, is_async=is_async)
+        scaler.update(is_async=is_async)
+        scales.append(scaler.get_scale())
+    wrapped.synchronize()
+    return wrapped, scales
+
+
+@row
+def a_scaled_loss_trains_as_an_unscaled_one() -> None:
+    """GradScaler: scale in loss_fn (on worker threads), step in the step function, update on the main thread."""
+    wrapped, scales = _scaled_training(roundpipe.GradScaler(init_scale=4.0, growth_interval=2))
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(4):
+        square_sum(plain(X), None).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(wrapped.model[0].weight, plain[0].weight, rtol=1e-4, atol=1e-5)
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+
+
+@row
+def an_infinite_gradient_skips_the_step_and_backs_off() -> None:
+    """A step with an infinity or NaN is skipped, the scale backs off; asynchronous updates take effect one later."""
+    for is_async, expected in ((False, [4.0, 2.0, 2.0, 2.0]), (True, [4.0, 4.0, 2.0, 2.0])):
+        wrapped, scales = _scaled_training(roundpipe.GradScaler(init_scale=4.0), is_async, infinite=1)
+        assert scales == expected
+        assert all(p.isfinite().all() for p in wrapped.model.parameters())
+
+
+@row
+def methods_of_the_scaler() -> None:
+    """Getters and setters as torch's, getters with up_to_date=False; state_dict; update only on the main thread."""
+    scaler, theirs = roundpipe.GradScaler(growth_interval=5), torch.amp.GradScaler("cpu", growth_interval=5)
+    for name, value in (("growth_factor", 3.0), ("backoff_factor", 0.25), ("growth_interval", 7)):
+        assert getattr(scaler, f"get_{name}")() == getattr(theirs, f"get_{name}")()
+        getattr(scaler, f"set_{name}")(value)
+        assert getattr(scaler, f"get_{name}")(up_to_date=True) == value
+    assert scaler.get_scale(up_to_date=True) == scaler.get_scale() == 2.0**16 and scaler.is_enabled()
+    other = roundpipe.GradScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_growth_interval() == 7
+    disabled = roundpipe.GradScaler(enabled=False)
+    assert disabled.scale(X) is X and not disabled.is_enabled() and disabled.get_scale() == 1.0
+    wrapped = RoundPipe(net())
+    wrapped.forward_backward((X,), loss_fn=square_sum)
+    list(wrapped.optim_parameters())
+    with pytest.raises(RuntimeError, match="update"):
+        wrapped.step(lambda: scaler.update(), is_async=False)
+
+
+@row
+def operators_of_the_data_plane() -> None:
+    """host_empty, offload and reload pairs and linear_cross_entropy are operators of torch."""
+    for name in (
+        "host_empty",
+        "offload_start",
+        "offload_wait",
+        "reload_start",
+        "reload_wait",
+        "linear_cross_entropy",
+    ):
+        assert callable(getattr(torch.ops.roundpipe, name))
+
+
+@row
+def offload_activations_keeps_the_gradients() -> None:
+    """offload_activations(module): what it saves waits in host memory; the gradients are the same."""
+    plain, ours = net(), net()
+    roundpipe.offload_activations(ours)
+    square_sum(plain(X), None).backward()
+    square_sum(ours(X), None).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
 # -- timer, wrapping --------------------------------------------------------------------------------------------------
 @row
 def the_timers_lines() -> None:

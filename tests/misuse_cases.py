@@ -13,7 +13,15 @@ from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 import roundpipe
-from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim, wrap_model_to_roundpipe
+from roundpipe import (
+    GradScaler,
+    ModelExecutePlan,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    optim,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.batch import RoundPipePackedData
 from roundpipe.errors import PlanError, RoundPipeError, SplitError, StageError
 
@@ -403,6 +411,15 @@ case("adam_differentiable", ValueError, "differentiable",
 case("adam_nothing", ValueError, "empty", lambda w: optim.Adam([]))
 case("adam_tensor", TypeError, "params", lambda w: optim.Adam(torch.ones(3)))
 case("sgd_momentum", ValueError, "momentum", lambda w: optim.SGD([nn.Parameter(torch.ones(1))], momentum=-1.0))
+case("scaler_scale_number", ValueError, "init_scale", lambda w: GradScaler(init_scale=0.0))
+case("scaler_growth", ValueError, "growth_factor", lambda w: GradScaler(growth_factor=1.0))
+case("scaler_interval", ValueError, "growth_interval", lambda w: GradScaler(growth_interval=1.5))
+case("scaler_scales_text", ValueError, "expected a tensor", lambda w: GradScaler().scale("loss"))
+case(
+    "scaler_updates_nothing", RuntimeError, "no gradients were looked at", lambda w: GradScaler().update(is_async=False)
+)
+case("scaler_new_scale", ValueError, "scale", lambda w: GradScaler().update(-1.0))
+case("scaler_update_in_step", RuntimeError, "step function", _uses(lambda w: GradScaler().update()))
 case("compact_master", ValueError, "master", lambda w: optim.AdamW(nn.Linear(2, 2), master="half"))
 case("compact_state_dtype", ValueError, "state_dtype", lambda w: optim.AdamW(w.model, state_dtype="int4"))
 case(

@@ -29,6 +29,7 @@ PLACES = [
     ("roundpipe", "RoundPipeRunConfig"),
     ("roundpipe", "ModelExecutePlan"),
     ("roundpipe", "wrap_model_to_roundpipe"),
+    ("roundpipe", "GradScaler"),
     ("roundpipe", "ModelTimer"),
     ("roundpipe", "devices"),
     ("roundpipe", "use_devices"),
@@ -136,6 +137,18 @@ SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             "decoupled_weight_decay": False,
         },
     ),
+    (
+        roundpipe.GradScaler,
+        {
+            "init_scale": 2.0**16,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "enabled": True,
+        },
+    ),
+    (roundpipe.GradScaler.update, {"self": NOTHING, "new_scale": None, "is_async": True}),
+    (roundpipe.GradScaler.get_scale, {"self": NOTHING, "up_to_date": False}),
     (
         roundpipe.wrap_model_to_roundpipe,
         {

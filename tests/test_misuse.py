@@ -46,3 +46,15 @@ def test_refused_and_trained_on(number: int, world: World) -> None:
         assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
     world.both_train(2 * number + 1)
     world.both_step()
+
+
+def test_a_failed_step_hides_no_mistake_of_a_later_scaler(world: World) -> None:
+    """Failed steps are counted for the process, so that a scaler can tell them from steps that looked at nothing."""
+
+    def fails() -> None:
+        raise LookupError("no such rate")
+
+    with pytest.raises(RoundPipeError, match="no such rate"):
+        world.model.step(fails, is_async=False)
+    with pytest.raises(RoundPipeError, match="no gradients were looked at"):
+        roundpipe.GradScaler().update(is_async=False)
