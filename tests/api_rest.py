@@ -334,6 +334,18 @@ def devices_are_chosen_by_name() -> None:
 
 
 @row
+def the_list_of_devices() -> None:
+    """device.device_list: objects with .device, those of now."""
+    from roundpipe import device
+
+    for count in (3, 2):
+        roundpipe.use_devices(f"host:{count}")
+        assert [one.device.type for one in device.device_list] == ["cpu"] * count
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = device.nothing
+
+
+@row
 def devices_by_environment() -> None:
     """ROUNDPIPE_DEVICES names the devices where use_devices does not."""
     with pytest.MonkeyPatch.context() as patch:
@@ -385,3 +397,94 @@ def failures_name_their_place() -> None:
     error = info.value
     assert (error.layer, error.microbatch) == (1, 0) and error.device and error.phase is not None
     assert error.stage is not None and isinstance(error.__cause__, LookupError)
+
+
+# -- models that run their own forward --------------------------------------------------------------------------------
+class Branches(nn.Module):
+    """Two stacks beside each other and a head, in a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, flip: bool = False) -> torch.Tensor:
+        y = self.left(x)
+        for block in self.blocks:
+            y = torch.tanh(block(y)) + x
+        return -y * self.scale if flip else y * self.scale
+
+
+def _branches() -> Branches:
+    torch.manual_seed(0)
+    return Branches()
+
+
+def _auto(model: nn.Module, **arguments: Any) -> Any:
+    return wrap_model_to_roundpipe(model, lower_threshold=8, upper_threshold=0, **arguments)
+
+
+@row
+def a_model_with_its_own_forward_becomes_an_auto_roundpipe() -> None:
+    """wrap_model_to_roundpipe walks the tree; an AutoRoundPipe has forward and the optimizer's side."""
+    from roundpipe.roundpipe import AutoRoundPipe
+
+    wrapped, plain = _auto(_branches()), _branches()
+    assert isinstance(wrapped, AutoRoundPipe)
+    optimizer, theirs = sgd(wrapped), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for flip in (False, True):
+        loss = wrapped(X, flip=flip).square().sum()
+        loss.backward()
+        wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        theirs.zero_grad()
+        wanted = plain(X, flip=flip).square().sum()
+        wanted.backward()
+        theirs.step()
+        assert torch.allclose(loss, wanted, rtol=1e-5)
+    state = wrapped.state_dict()
+    assert set(state) == set(plain.state_dict())
+    assert all(torch.allclose(state[n], v, rtol=1e-4, atol=1e-5) for n, v in plain.state_dict().items())
+
+
+@row
+def an_auto_roundpipe_has_no_forward_backward() -> None:
+    """AutoRoundPipe: no forward_backward; the loss comes from its outputs."""
+    with pytest.raises((AttributeError, NotImplementedError, RuntimeError), match="backward"):
+        _auto(_branches()).forward_backward((X,), loss_fn=square_sum)
+
+
+def _streamed(wrapped: Any) -> set[str]:
+    return set(wrapped._places)
+
+
+@row
+def rules_of_the_tree_walk() -> None:
+    """Sequential: several layers; ModuleList elements one by one; thresholds decide; skip_modules stay."""
+    wrapped = _auto(_branches())
+    assert {"left", "blocks.0", "blocks.1", "blocks.2"} <= _streamed(wrapped)
+    model = _branches()
+    assert "left" not in _streamed(_auto(model, skip_modules=[model.left]))
+    # As one layer: all of it has no more elements than upper_threshold.
+    whole = wrap_model_to_roundpipe(_branches(), upper_threshold=10**6)
+    assert isinstance(whole, RoundPipe) and whole.num_layers == 1
+
+
+@row
+def override_config_is_for_single_modules() -> None:
+    """override_config: a run configuration for one module."""
+    model = _branches()
+    pieces: list[int] = []
+    model.left[0].register_forward_pre_hook(lambda module, args: pieces.append(args[0].shape[0]))
+    wrapped = _auto(model, override_config={model.left: config(num_microbatch=6)})
+    with torch.no_grad():
+        wrapped(X)
+    assert pieces == [1] * 6
+
+
+@row
+def functions_can_be_wrapped() -> None:
+    """A plain function, such as a loss, becomes a layer without weights."""
+    wrapped = wrap_model_to_roundpipe(lambda x, y: (x - y).square())
+    with torch.no_grad():
+        assert torch.equal(wrapped(X, torch.zeros(6, 4)), X.square())

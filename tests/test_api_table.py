@@ -37,6 +37,7 @@ PLACES = [
     ("roundpipe.timer", "ModelTimer"),
     ("roundpipe.batch", "RoundPipePackedData"),
     ("roundpipe.roundpipe", "RoundPipe"),
+    ("roundpipe.roundpipe", "AutoRoundPipe"),
     ("roundpipe.models.function", "ChunkedCompileLinearForCausalLMLoss"),
     ("roundpipe.device", "device_list"),
     *(("roundpipe.optim", name) for name in ("Adam", "AdamW", "SGD", "Lion")),
