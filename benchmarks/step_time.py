@@ -1,6 +1,7 @@
 """How long is one training iteration, beside the same model held on the GPU as a whole without an optimizer?
 
     python benchmarks/step_time.py --workload W1 --modes async,exact --baseline checkpoint
+    python benchmarks/step_time.py --workload W2 --optimizer compact --max-grad-norm 1.0
     python benchmarks/step_time.py --model tiny --device host:1 --rows 4 --tokens 64 --microbatches 2
 
 Both run in one process, on the same weights and tokens, and their losses and gradients are compared first. Times are
@@ -50,6 +51,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int)
     parser.add_argument("--device", help="devices as in roundpipe.use_devices; default: the first GPU, else host:1")
     parser.add_argument("--modes", default="async,exact", help="comma separated: async, exact, frozen (no optimizer)")
+    parser.add_argument(
+        "--optimizer",
+        choices=("torch", "compact"),
+        default="torch",
+        help="torch.optim.AdamW on a float32 copy, or roundpipe.optim.AdamW on the weights themselves",
+    )
+    parser.add_argument("--master", choices=("split", "float32"), default="split", help="of the compact optimizer")
+    parser.add_argument("--state-dtype", default="float32", help="of the compact optimizer's moments")
+    parser.add_argument("--max-grad-norm", type=float, help="of the compact optimizer; default: no clipping")
     parser.add_argument("--baseline", choices=("checkpoint", "keep", "none"), default="checkpoint")
     parser.add_argument("--grain", choices=("stage", "layer"), default="stage")
     parser.add_argument("--stage-blocks", type=int, help="layers a stage, for an explicit plan")
@@ -127,7 +137,8 @@ class Streamed:
         if mode == "frozen":
             self.model.zero_grad()
         else:
-            self.model.step(self._update, is_async=mode == "async")
+            update = self.optimizer if self.args.optimizer == "compact" else self._update
+            self.model.step(update, is_async=mode == "async")
         return loss
 
     def _update(self) -> None:
@@ -135,7 +146,15 @@ class Streamed:
         self.optimizer.zero_grad()
 
     def prepare(self, mode: str) -> None:
-        if mode != "frozen" and self.optimizer is None:
+        if mode != "frozen" and self.optimizer is None and self.args.optimizer == "compact":
+            self.optimizer = roundpipe.optim.AdamW(
+                self.model,
+                lr=1e-6,
+                master=self.args.master,
+                state_dtype=self.args.state_dtype,
+                max_grad_norm=self.args.max_grad_norm,
+            )
+        elif mode != "frozen" and self.optimizer is None:
             with roundpipe.OptimizerCtx():
                 # The rate is tiny on purpose: the time of a step does not depend on it; random tokens teach nothing.
                 self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
