@@ -39,8 +39,11 @@ CORE = """
     host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
     slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
 """
-CPU = "adam convert lion sgd update_kernels convert_avx2 convert_avx512 convert_portable update_avx2 update_avx512"
-ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU + " update_portable", "cuda": "cuda_backend cuda_context driver_api"}
+CPU = """
+    adam convert dynamic_code lion sgd update_kernels convert_avx2 convert_avx512 convert_portable
+    update_avx2 update_avx512 update_portable
+"""
+ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": "cuda_backend cuda_context driver_api"}
 SOURCES = [f"csrc/{room}/{name}.cpp" for room, names in ROOMS.items() for name in names.split()]
 KERNELS = ["csrc/cuda/gradient_stats.cu"]
 

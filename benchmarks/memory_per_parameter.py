@@ -31,6 +31,7 @@ EXPECTED = {  # bytes: weight, gradient, master, moments; and, asynchronous, the
     "split/bfloat16": 10,
     "float32/float32": 16,
     "float32/bfloat16": 12,
+    "split/int8": 8.03,
     "torch": 20,
 }
 LINEARS = 4  # in a layer

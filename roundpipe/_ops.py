@@ -329,6 +329,7 @@ def update_fused(
     published: Sequence[Tensor],
     gradients: Sequence[Tensor],
     moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
     steps: Sequence[float],
     seeds: Sequence[int],
     groups: Sequence[int],
@@ -340,19 +341,21 @@ def update_fused(
     Lists go position by position, as in :func:`adam_update`, but: a published bfloat16 is rounded as that of a split
     master is (ties away from zero); ``published[i]`` over the memory of ``masters[i]`` means none. ``sources``: where
     weights are read, if not where they are written: the master, or the upper half of a split one. ``moments``: the
-    first ones of all tensors, then all second ones, ...; an empty tensor where there is none. ``options``: for each
-    group lr, beta1, beta2, eps, weight decay, whether that is decoupled, and maximize (Adam); lr, momentum, dampening,
-    weight decay, nesterov, maximize (SGD; step 1 fills the buffer); lr, beta1, beta2, weight decay, maximize (Lion).
+    first ones of all tensors, then all second ones, ...; an empty tensor where there is none; uint8
+    ones are codes, and ``scales`` (in the same order, or empty) holds their float32 scales, one for 256.
+    ``options``: for each group lr, beta1, beta2, eps, weight decay, whether that is decoupled, and maximize (Adam);
+    lr, momentum, dampening, weight decay, nesterov, maximize (SGD; step 1 fills the buffer); lr, beta1, beta2, weight
+    decay, maximize (Lion).
     Versions are not bumped: nothing here is in a graph.
     """
     return _call(
-        "update_fused", engine, tickets, algorithm, masters, sources, published, gradients, moments, steps, seeds,
-        groups, options, factor,
+        "update_fused", engine, tickets, algorithm, masters, sources, published, gradients, moments, scales, steps,
+        seeds, groups, options, factor,
     )  # fmt: skip
 
 
 def update_square_sum(engine: int, tickets: Sequence[int], sources: Sequence[Tensor], sums: Tensor) -> int:
-    """Queues the sums of squares (float64) of ``sources``, laid end to end at multiples of 64 elements, one for each
+    """Queues the sums of squares (float64) of ``sources``, laid end to end at multiples of 256 elements, one for each
     65,536 elements; infinite or NaN exactly if an element is."""
     return _call("update_square_sum", engine, tickets, sources, sums)
 
@@ -459,6 +462,22 @@ def split_master(source: Tensor, upper: Tensor, low: Tensor) -> None:
 def join_master(upper: Tensor, low: Tensor, target: Tensor) -> None:
     """The float32 of a split master: ``target``'s bits are ``(upper's bits << 16) + low``."""
     _call("join_master", upper, low, target)
+    _bump([target])
+
+
+def encode_moment(source: Tensor, codes: Tensor, scales: Tensor, moment: int) -> None:
+    """float32 into eight-bit codes (uint8) and a float32 scale for every 256 of them; all flat and contiguous.
+
+    ``moment``: 0 has signed codes (errors up to 0.7 % of the block's largest magnitude, and far less near 0), 1 and 2
+    have unsigned ones. A block with a value that is not finite becomes NaN.
+    """
+    _call("encode_moment", source, codes, scales, moment)
+    _bump([codes, scales])
+
+
+def decode_moment(codes: Tensor, scales: Tensor, target: Tensor, moment: int) -> None:
+    """The float32 values that eight-bit codes stand for."""
+    _call("decode_moment", codes, scales, target, moment)
     _bump([target])
 
 

@@ -182,7 +182,7 @@ class CompactStep(OptimizerTask, Shadows):
                     self.shadowed[unit.key] = (unit, set(touched))
             else:
                 number = _ops.update_fused(
-                    self.engine.handle, tickets, self._numbers.algorithm, [], [], [], [], [], [], [], [], [], 1.0
+                    self.engine.handle, tickets, self._numbers.algorithm, [], [], [], [], [], [], [], [], [], [], 1.0
                 )
             self._updates.pop()
             self._updating.append((unit, number))

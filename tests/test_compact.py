@@ -94,6 +94,36 @@ def test_an_exact_step_is_torchs_within_rounding() -> None:
         torch.testing.assert_close(value, masters[name], rtol=1e-5, atol=1e-6)
 
 
+def sequences(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences with a rule and some noise, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(number)
+    start, at = torch.randint(0, 11, (12, 1), generator=generator), torch.arange(9)
+    rows = (start * 3 + at * 2 + (at % 3) * start) % 11
+    noise = torch.rand(rows.shape, generator=generator) < 0.15
+    rows = torch.where(noise, torch.randint(0, 11, rows.shape, generator=generator), rows)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def test_compressed_moments_end_within_a_percent_of_float32() -> None:
+    roundpipe.use_devices("host:1")
+    results = {}
+    for state_dtype in ("float32", "bfloat16", "int8"):
+        wrapped = RoundPipe(by_hand.make("decoder"))
+        wrapped.eval()
+        optimizer = optim.AdamW(wrapped, lr=5e-3, state_dtype=state_dtype)
+        losses = []
+        for number in range(80):
+            tokens, label = sequences(number)
+            loss = wrapped.forward_backward((tokens,), label=label, loss_fn=by_hand.loss_of("decoder"))
+            losses.append(float(loss))
+            wrapped.step(optimizer, is_async=False)
+        results[state_dtype] = sum(losses[-10:]) / 10
+        assert results[state_dtype] < 0.75 * losses[0]
+    assert results["float32"] != results["bfloat16"] != results["int8"]
+    for state_dtype in ("bfloat16", "int8"):
+        assert results[state_dtype] == pytest.approx(results["float32"], rel=0.01)
+
+
 def test_modes_may_alternate() -> None:
     """An exact step after an asynchronous one sees its result, and so does inference."""
     roundpipe.use_devices("host:2")

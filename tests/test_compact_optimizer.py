@@ -147,9 +147,7 @@ def test_a_step_has_read_every_hyperparameter_when_it_returns() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
-@pytest.mark.parametrize(
-    "formats", [("split", "float32"), ("float32", "bfloat16"), ("split", "bfloat16")], ids="-".join
-)
+@pytest.mark.parametrize("formats", [("split", "float32"), ("float32", "bfloat16"), ("split", "int8")], ids="-".join)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(formats: tuple[str, str], is_async: bool) -> None:
     master, state_dtype = formats
     make = lambda wrapped: optim.AdamW(wrapped, lr=1e-2, master=master, state_dtype=state_dtype)  # noqa: E731
@@ -178,6 +176,27 @@ def test_a_state_goes_from_format_to_format() -> None:
     train(wrapped, optimizer, range(4, 7))
     train(other, resumed, range(4, 7))
     assert_equal(dict(resumed.named_masters()), dict(optimizer.named_masters()))
+
+
+def test_eight_bit_moments_come_from_and_go_to_floats() -> None:
+    wrapped = wrap()
+    optimizer = optim.AdamW(wrapped, lr=1e-2)
+    train(wrapped, optimizer, range(4))
+    coded = optim.AdamW(other := wrap(), state_dtype="int8")
+    coded.load_state_dict(optimizer.state_dict())
+    weight = other.model[2].up.weight
+    state, exact = coded.state[weight], optimizer.state[wrapped.model[2].up.weight]
+    assert state["exp_avg"].dtype == torch.uint8 and state["exp_avg"].shape == weight.shape
+    assert state["exp_avg_scale"].shape == (-(-weight.numel() // 256),)
+    back = optim.AdamW(third := wrap())
+    back.load_state_dict(coded.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        value, largest = back.state[third.model[2].up.weight][name], exact[name].abs().max()
+        torch.testing.assert_close(value, exact[name], rtol=0, atol=float(largest) * 0.008)
+    bad = copy.deepcopy(coded.state_dict())
+    bad["state"][0]["exp_avg_scale"] = torch.zeros(9)
+    with pytest.raises(ValueError, match="'exp_avg_scale'"):
+        coded.load_state_dict(bad)
 
 
 def test_a_state_of_torch_is_taken_over() -> None:

@@ -146,7 +146,7 @@ def test_a_queued_step_is_the_step_of_the_drop_in_operators(rig: Rig) -> None:
     update = _ops.update_fused(
         rig.engine, [_ops.ticket_issue(unit, TAKE), _ops.ticket_issue(unit, PUBLISH)], "adam", masters,
         [upper, *weights[1:]], [beside, weights[1], weights[2], published], gradients,
-        [m for row in moments for m in row], steps, [], groups, [float(x) for row in rows for x in row], factor,
+        [m for row in moments for m in row], [], steps, [], groups, [float(x) for row in rows for x in row], factor,
     )  # fmt: skip
     assert _ops.wait(_ops.update_wait, rig.engine, update, timeout_s=20)
     assert _ops.unit_counters(unit)[5:] == [0, 1, 0, 0, 1]

@@ -51,7 +51,7 @@ def fused(r: SimpleNamespace, **changed: Any) -> tuple[Any, ...]:
     """Arguments of update_fused that are right but for ``changed``."""
     arguments: dict[str, Any] = dict(
         tickets=[], algorithm="adam", masters=[X.clone()], sources=[], published=[], gradients=[X],
-        moments=[X.clone(), X.clone()], steps=[1.0], seeds=[], groups=[0],
+        moments=[X.clone(), X.clone()], scales=[], steps=[1.0], seeds=[], groups=[0],
         options=[0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0], factor=1.0,
     )  # fmt: skip
     return r.engine, *(arguments | changed).values()
@@ -172,6 +172,11 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: fused(r, gradients=[]), "'gradients'.*1 elements.*got 0"),
         (lambda r: fused(r, moments=[X.clone()] * 4), "'moments'.*at most 3, got 4 for 1"),
         (lambda r: fused(r, moments=[torch.zeros(5)]), r"'moments\[0\]'.*4 elements"),
+        (lambda r: fused(r, moments=[X.byte()]), r"'moments\[0\]'.*float32, bfloat16"),
+        (lambda r: fused(r, moments=[X.byte()], scales=[]), r"'moments\[0\]'.*float32, bfloat16"),
+        (lambda r: fused(r, moments=[X.byte()], scales=[torch.zeros(2)]), r"'scales\[0\]'.*1 float32, one for 256"),
+        (lambda r: fused(r, moments=[X.byte(), X.byte()], scales=[torch.zeros(1)]), "'scales'.*2 elements.*got 1"),
+        (lambda r: fused(r, moments=[torch.zeros(5).byte()], scales=[torch.zeros(1)]), r"'moments\[0\]'.*4 elements"),
         (lambda r: fused(r, steps=[0.0]), r"'steps\[0\]'.*1 or more"),
         (lambda r: fused(r, groups=[1]), "'groups'.*from 0 to 1"),
         (lambda r: fused(r, options=[0.1] * 6), "'options'.*7 numbers a group, got 6"),
@@ -188,6 +193,13 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, [], [X.int()], torch.zeros(1, dtype=torch.float64)), r"\[0\]'.*float32, bfloat16"),
     ],
     "update_wait": [(lambda r: (r.engine, -1, 0), "'update'"), (lambda r: (r.engine, 10**6, 0), "1000000")],
+    "encode_moment": [
+        (lambda r: (X.double(), X.byte(), torch.zeros(1), 0), "'source'.*float32"),
+        (lambda r: (X, torch.zeros(5).byte(), torch.zeros(1), 0), "'codes'.*4 uint8"),
+        (lambda r: (X, X.byte(), torch.zeros(2), 0), "'scales'.*1 float32, one for 256"),
+        (lambda r: (X, X.byte(), torch.zeros(1), 3), "'moment'.*0 to 3"),
+    ],
+    "decode_moment": [(lambda r: (X, torch.zeros(1), X.clone(), 0), "'codes'.*uint8")],
     "isa_force": [(lambda r: ("sse9",), "sse9")],
     "convert": [
         (lambda r: (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), True), "float dtypes"),

@@ -22,11 +22,14 @@
 #include <cstdint>
 
 #include "cpu/convert.h"
+#include "cpu/dynamic_code.h"
 
 namespace roundpipe::cpu {
 
-// Slices of one tensor begin at multiples of this, so that no vector straddles the 2^32 of an index's hash.
-inline constexpr std::size_t kUpdateAlignment = 64;
+// Slices of one tensor begin at multiples of this, so that no vector straddles the 2^32 of an index's hash, and no
+// block of eight-bit moments two slices.
+inline constexpr std::size_t kUpdateAlignment = 256;
+static_assert(kUpdateAlignment % kCodeBlock == 0);
 
 enum class MasterFormat : std::uint8_t { kFloat32, kBFloat16, kFloat16, kSplit };
 
@@ -46,6 +49,7 @@ struct WeightSpan {
 struct MomentSpan {
   void* data = nullptr;  // null: this moment does not exist
   DType dtype = DType::kFloat32;
+  float* scales = nullptr;  // one for kCodeBlock elements: `data` are eight-bit codes (the first moment's are signed)
 };
 
 struct Rounding {

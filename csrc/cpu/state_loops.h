@@ -5,6 +5,8 @@
 // same way.
 #pragma once
 
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -114,6 +116,42 @@ RP_INLINE void store_moment(const UpdateSpans& spans, std::size_t which, std::si
   Isa::store_stochastic(element(moment.data, at, 2), value, which == 0 ? random : Isa::upper_half(random));
 }
 
+// Note [Dynamic code], one block.
+RP_INLINE void decode_block(float* to, const std::uint8_t* codes, float scale, std::size_t n, const DynamicCode& code) {
+  for (std::size_t i = 0; i < n; ++i) to[i] = code.values[codes[i]] * scale;
+}
+
+RP_INLINE std::uint32_t nearest_magnitude(float x, const DynamicCode& code) {
+  const std::uint32_t key = std::bit_cast<std::uint32_t>(x) >> 16;
+  std::uint32_t index = key < DynamicCode::kFirstKey ? 0U : code.below[key - DynamicCode::kFirstKey];
+  return index + (x > code.midpoints[index] ? 1U : 0U);
+}
+
+RP_INLINE void encode_block(std::uint8_t* codes, float* scale, const float* from, std::size_t n,
+                            const DynamicCode& code) {
+  float highest = 0, lowest = 0, difference = 0;
+  for (std::size_t i = 0; i < n; ++i) {
+    highest = from[i] > highest ? from[i] : highest;
+    lowest = from[i] < lowest ? from[i] : lowest;
+    difference += from[i] - from[i];  // NaN once a value is not finite
+  }
+  const float largest = -lowest > highest ? lowest : highest;
+  *scale = largest + difference;
+  const bool empty = largest == 0 || difference != 0;
+  const float divisor = empty ? 1.0F : largest;
+  for (std::size_t i = 0; i < n; ++i) {
+    const float x = empty ? 0.0F : from[i] / divisor;
+    const std::uint32_t index = nearest_magnitude(std::fabs(x), code);
+    if (!code.is_signed) {
+      codes[i] = static_cast<std::uint8_t>(index == 0 && x > 0 ? 1 : index);
+    } else {
+      codes[i] = static_cast<std::uint8_t>(x < 0 ? 127 - (index < 127 ? index : 127) : 127 + index);
+    }
+  }
+}
+
+inline const DynamicCode& code_of(std::size_t moment) { return moment == 0 ? signed_code() : unsigned_code(); }
+
 // Fewer elements than a vector go through padded copies of all ranges, so that the same instructions compute them.
 // Padding is zero, which no optimizer here turns into anything that traps.
 class PaddedSpans {
@@ -182,6 +220,54 @@ class PaddedSpans {
   std::size_t used_ = 0;
 };
 
+// The same tensor from element `at` on.
+inline UpdateSpans spans_from(const UpdateSpans& spans, std::size_t at) {
+  UpdateSpans rest = spans;
+  const auto advance = [at](auto*& base, std::size_t bytes) {
+    if (base != nullptr) base = element(base, at, bytes);
+  };
+  const std::size_t master = spans.weight.format == MasterFormat::kFloat32 ? 4 : 2;
+  advance(rest.weight.master, master);
+  advance(rest.weight.before, master);
+  advance(rest.weight.upper, 2);
+  advance(rest.weight.published, spans.weight.format == MasterFormat::kSplit ? 2 : width(spans.weight.published_dtype));
+  advance(rest.gradient, width(spans.gradient_dtype));
+  for (MomentSpan& moment : rest.moments) {
+    advance(moment.data, moment.scales != nullptr ? 1 : width(moment.dtype));
+    if (moment.scales != nullptr) moment.scales += at / kCodeBlock;
+  }
+  return rest;
+}
+
+// Eight-bit moments: each block is decoded into floats, updated as they are, and encoded again.
+template <class Isa, class Algorithm>
+RP_TARGET void update_blocks(const UpdateSpans& spans, const Algorithm& algorithm, std::size_t begin, std::size_t end) {
+  for (; begin < end; begin += kCodeBlock) {
+    const std::size_t n = end - begin < kCodeBlock ? end - begin : kCodeBlock;
+    const UpdateSpans coded = spans_from(spans, begin);
+    UpdateSpans block = coded;
+    alignas(64) float decoded[3][kCodeBlock];
+    for (std::size_t m = 0; m < 3; ++m) {
+      if (coded.moments[m].scales == nullptr) continue;
+      decode_block(decoded[m], static_cast<const std::uint8_t*>(coded.moments[m].data), *coded.moments[m].scales, n,
+                   code_of(m));
+      block.moments[m] = {decoded[m], DType::kFloat32, nullptr};
+    }
+    std::size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) algorithm.step(block, i, typename Isa::Bits{});
+    if (i < n) {
+      PaddedSpans rest(block, i, n - i);
+      algorithm.step(rest.padded(), 0, typename Isa::Bits{});
+      rest.give_back();
+    }
+    for (std::size_t m = 0; m < 3; ++m) {
+      if (coded.moments[m].scales == nullptr) continue;
+      encode_block(static_cast<std::uint8_t*>(coded.moments[m].data), coded.moments[m].scales, decoded[m], n,
+                   code_of(m));
+    }
+  }
+}
+
 // `Algorithm<Isa>` holds a step's numbers as vectors; its step(spans, at, random) updates the vector at `at`.
 template <class Isa, template <class> class Algorithm, class Numbers>
 RP_TARGET void update_loop(const UpdateSpans& given, const Numbers& numbers, std::size_t begin, std::size_t end) {
@@ -189,6 +275,9 @@ RP_TARGET void update_loop(const UpdateSpans& given, const Numbers& numbers, std
   if (with_source.weight.before == nullptr) with_source.weight.before = with_source.weight.master;
   const UpdateSpans spans = with_source;  // a copy that no store can alias stays in registers
   const Algorithm<Isa> algorithm(numbers);
+  for (const MomentSpan& moment : spans.moments) {
+    if (moment.scales != nullptr) return update_blocks<Isa>(spans, algorithm, begin, end);
+  }
   const bool stochastic = spans.rounding.stochastic;
   while (begin < end) {
     const std::size_t stop = end - 1 > (begin | 0xFFFFFFFFU) ? (begin | 0xFFFFFFFFU) + 1 : end;

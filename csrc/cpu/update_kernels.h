@@ -21,6 +21,9 @@ struct UpdateKernels {
   void (*join)(float* to, const void* upper, const void* low, std::size_t n);
   // In double, in one order for all instruction sets; infinite or NaN exactly if some element is.
   double (*square_sum)(const void* from, DType dtype, std::size_t n);
+  // float32 to and from the codes of a moment (0: signed) and their scales, see Note [Dynamic code].
+  void (*encode)(void* codes, float* scales, const float* from, std::size_t n, std::size_t moment);
+  void (*decode)(float* to, const void* codes, const float* scales, std::size_t n, std::size_t moment);
 };
 
 std::span<const UpdateKernels> update_kernels();  // best first; every compiled one, supported here or not

@@ -162,6 +162,22 @@ RP_TARGET double square_sum_loop(const void* from, DType dtype, std::size_t n) {
 }
 
 template <class Isa>
+RP_TARGET void encode_loop(void* codes, float* scales, const float* from, std::size_t n, std::size_t moment) {
+  for (std::size_t at = 0; at < n; at += kCodeBlock) {
+    encode_block(static_cast<std::uint8_t*>(codes) + at, scales + at / kCodeBlock, from + at,
+                 n - at < kCodeBlock ? n - at : kCodeBlock, code_of(moment));
+  }
+}
+
+template <class Isa>
+RP_TARGET void decode_loop(float* to, const void* codes, const float* scales, std::size_t n, std::size_t moment) {
+  for (std::size_t at = 0; at < n; at += kCodeBlock) {
+    decode_block(to + at, static_cast<const std::uint8_t*>(codes) + at, scales[at / kCodeBlock],
+                 n - at < kCodeBlock ? n - at : kCodeBlock, code_of(moment));
+  }
+}
+
+template <class Isa>
 constexpr UpdateKernels update_row(const char* isa) {
   return {isa,
           Isa::supported,
@@ -170,7 +186,9 @@ constexpr UpdateKernels update_row(const char* isa) {
           update_loop<Isa, Lion, LionNumbers>,
           split_loop<Isa>,
           join_loop<Isa>,
-          square_sum_loop<Isa>};
+          square_sum_loop<Isa>,
+          encode_loop<Isa>,
+          decode_loop<Isa>};
 }
 
 }  // namespace

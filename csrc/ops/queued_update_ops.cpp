@@ -112,7 +112,10 @@ void declare_spans(Update& update, const cpu::UpdateSpans& spans, std::size_t el
   declare(update, Access::kWrite, weight.published, elements * size_of(weight.published_dtype),
           "update writes weights");
   for (const cpu::MomentSpan& moment : spans.moments) {
-    declare(update, Access::kWrite, moment.data, elements * size_of(moment.dtype), "update writes moments");
+    const std::size_t bytes = moment.scales != nullptr ? 1 : size_of(moment.dtype);
+    declare(update, Access::kWrite, moment.data, elements * bytes, "update writes moments");
+    declare(update, Access::kWrite, moment.scales, (elements + cpu::kCodeBlock - 1) / cpu::kCodeBlock * sizeof(float),
+            "update writes scales");
   }
 }
 
@@ -130,8 +133,8 @@ struct FusedUpdate {
 };
 
 template <class Steps>
-Update make_update(UpdateTensors tensors, Tensors moments, const Integers& groups, const Floats& options,
-                   double factor) {
+Update make_update(UpdateTensors tensors, Tensors moments, Tensors scales, const Integers& groups,
+                   const Floats& options, double factor) {
   const std::size_t count = tensors.masters.size();
   require_same_length("groups", groups.size(), "masters", count);
   require_same_length("steps", tensors.steps.size(), "masters", count);
@@ -142,9 +145,13 @@ Update make_update(UpdateTensors tensors, Tensors moments, const Integers& group
     refuse("moments", "as many as masters, times at most " + std::to_string(Steps::kMoments),
            std::to_string(moments.size()) + " for " + std::to_string(count));
   }
+  if (!scales.empty()) require_same_length("scales", scales.size(), "moments", moments.size());
   for (std::size_t first = 0; first < moments.size(); first += count) {
-    const auto begin = moments.begin() + static_cast<std::ptrdiff_t>(first);
-    tensors.moments.push_back({"moments", Tensors(begin, begin + static_cast<std::ptrdiff_t>(count))});
+    const auto part = [&](const Tensors& all) {
+      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first);
+      return all.empty() ? Tensors() : Tensors(begin, begin + static_cast<std::ptrdiff_t>(count));
+    };
+    tensors.moments.push_back({"moments", part(moments), part(scales)});
   }
   auto fused = std::make_shared<FusedUpdate<Steps>>(tensors);
   for (std::size_t i = 0; i < count; ++i) {
@@ -160,7 +167,8 @@ Update make_update(UpdateTensors tensors, Tensors moments, const Integers& group
   for (std::size_t i = 0; i < count; ++i) {
     declare_spans(update, fused->list.spans(i), static_cast<std::size_t>(tensors.masters[i].numel()));
   }
-  for (const Tensors* list : {&tensors.masters, &tensors.sources, &tensors.published, &tensors.gradients, &moments}) {
+  for (const Tensors* list :
+       {&tensors.masters, &tensors.sources, &tensors.published, &tensors.gradients, &moments, &scales}) {
     hold_all(fused->held, *list);
   }
   update.elements = fused->list.index_space();
@@ -175,8 +183,8 @@ Update make_update(UpdateTensors tensors, Tensors moments, const Integers& group
 }
 
 std::int64_t update_fused(std::int64_t engine, Integers tickets, std::string algorithm, Tensors masters,
-                          Tensors sources, Tensors published, Tensors gradients, Tensors moments, Floats steps,
-                          Integers seeds, Integers groups, Floats options, double factor) {
+                          Tensors sources, Tensors published, Tensors gradients, Tensors moments, Tensors scales,
+                          Floats steps, Integers seeds, Integers groups, Floats options, double factor) {
   EngineUse use(engine, "engine");
   UpdateTensors tensors;
   tensors.masters = std::move(masters);
@@ -188,11 +196,11 @@ std::int64_t update_fused(std::int64_t engine, Integers tickets, std::string alg
   tensors.ties_away = true;
   Update update;
   if (algorithm == "adam") {
-    update = make_update<AdamSteps>(std::move(tensors), std::move(moments), groups, options, factor);
+    update = make_update<AdamSteps>(std::move(tensors), std::move(moments), std::move(scales), groups, options, factor);
   } else if (algorithm == "sgd") {
-    update = make_update<SgdSteps>(std::move(tensors), std::move(moments), groups, options, factor);
+    update = make_update<SgdSteps>(std::move(tensors), std::move(moments), std::move(scales), groups, options, factor);
   } else if (algorithm == "lion") {
-    update = make_update<LionSteps>(std::move(tensors), std::move(moments), groups, options, factor);
+    update = make_update<LionSteps>(std::move(tensors), std::move(moments), std::move(scales), groups, options, factor);
   } else {
     refuse("algorithm", "'adam', 'sgd' or 'lion'", "'" + algorithm + "'");
   }

@@ -81,10 +81,10 @@
   def("update_wait(int engine, int update, int timeout_ms) -> bool")                                                 \
   /* One step of "adam", "sgd" or "lion" in place, behind all tickets. Lists as for adam_update, position by position;  */ \
   /* sources: where weights are read, empty for where they are written; moments: all first ones, then all second ones, */ \
-  /* ...; groups[i]: which row of options, which holds the algorithm's numbers group after group. */                   \
+  /* ...; scales: of moments that are uint8 codes, one float32 for 256, in the same order; groups[i]: which row of options, which holds the algorithm's numbers group after group. */                   \
   def("update_fused(int engine, int[] tickets, str algorithm, Tensor[] masters, Tensor[] sources, "                    \
-      "Tensor[] published, Tensor[] gradients, Tensor[] moments, float[] steps, int[] seeds, int[] groups, "           \
-      "float[] options, float factor) -> int")                                                                         \
+      "Tensor[] published, Tensor[] gradients, Tensor[] moments, Tensor[] scales, float[] steps, int[] seeds, "         \
+      "int[] groups, float[] options, float factor) -> int")                                                           \
   /* sums[k]: of the squares of the k-th 65536 elements of the tensors laid end to end */                              \
   def("update_square_sum(int engine, int[] tickets, Tensor[] sources, Tensor sums) -> int")                            \
   /* -- fused optimizer steps, at once ------------------------------------------------------------------------- */    \
@@ -103,6 +103,9 @@
       "float[] steps) -> ()")                                                                                          \
   def("split_master(Tensor source, Tensor(a!) upper, Tensor(b!) low) -> ()")       /* float32 to bfloat16, int16 */    \
   def("join_master(Tensor upper, Tensor low, Tensor(a!) target) -> ()")                                                \
+  /* eight-bit moments; moment 0 has signed codes, the others unsigned ones */                                         \
+  def("encode_moment(Tensor source, Tensor(a!) codes, Tensor(b!) scales, int moment) -> ()")                           \
+  def("decode_moment(Tensor codes, Tensor scales, Tensor(a!) target, int moment) -> ()")                               \
   /* -- errors, facts, trace ---------------------------------------------------------------------------------- */   \
   def("error_take() -> str")                     /* kind \x1f number \x1f message of this thread's last failure */     \
   def("build_facts() -> str")                                                                                        \

@@ -77,6 +77,21 @@ void set_weight(cpu::WeightSpan& weight, const UpdateTensors& tensors, std::size
   weight.upper = source.const_data_ptr();
 }
 
+void set_scales(cpu::MomentSpan& moment, const Tensor& codes, const std::string& codes_name, const Tensor& scales,
+                const std::string& scales_name, std::int64_t elements) {
+  require_contiguous(codes, codes_name, Place{});
+  require_contiguous(scales, scales_name, Place{});
+  if (codes.numel() != elements) {
+    refuse(codes_name, std::to_string(elements) + " elements, as its master", describe(codes));
+  }
+  constexpr std::int64_t kBlock = cpu::kCodeBlock;
+  const std::int64_t blocks = (elements + kBlock - 1) / kBlock;
+  if (scales.scalar_type() != ScalarType::Float || scales.numel() != blocks) {
+    refuse(scales_name, std::to_string(blocks) + " float32, one for 256 codes", describe(scales));
+  }
+  moment.scales = static_cast<float*>(scales.mutable_data_ptr());
+}
+
 }  // namespace
 
 UpdateList::UpdateList(const UpdateTensors& tensors) {
@@ -88,7 +103,10 @@ UpdateList::UpdateList(const UpdateTensors& tensors) {
   require_length("published", tensors.published.size(), true);
   require_length("seeds", tensors.seeds.size(), true);
   require_length("sources", tensors.sources.size(), true);
-  for (const auto& [name, list] : tensors.moments) require_length(name, list.size(), true);
+  for (const auto& [name, list, scales] : tensors.moments) {
+    require_length(name, list.size(), true);
+    require_length("scales", scales.size(), true);
+  }
   if (!tensors.seeds.empty()) require_length("steps", tensors.steps.size(), false);
   for (std::size_t i = 0; i < count; ++i) {
     cpu::UpdateSpans spans;
@@ -97,10 +115,14 @@ UpdateList::UpdateList(const UpdateTensors& tensors) {
     spans.gradient_dtype = require_float(tensors.gradients[i], at("gradients", i), elements);
     spans.gradient = tensors.gradients[i].const_data_ptr();
     for (std::size_t m = 0; m < tensors.moments.size(); ++m) {
-      const auto& [name, list] = tensors.moments[m];
+      const auto& [name, list, scales] = tensors.moments[m];
       if (list.empty() || (list[i].numel() == 0 && elements != 0)) continue;
-      spans.moments[m].dtype = require_float(list[i], at(name, i), elements);
       spans.moments[m].data = list[i].mutable_data_ptr();
+      if (list[i].scalar_type() == ScalarType::Byte && !scales.empty()) {
+        set_scales(spans.moments[m], list[i], at(name, i), scales[i], at("scales", i), elements);
+      } else {
+        spans.moments[m].dtype = require_float(list[i], at(name, i), elements);
+      }
     }
     if (!tensors.seeds.empty()) {
       if (!(tensors.steps[i] >= 0 && tensors.steps[i] < 1e18)) {

@@ -17,13 +17,14 @@ struct UpdateTensors {
   std::vector<Tensor> masters, published, gradients;  // published[i] over masters[i]'s memory: none
   struct Moments {
     const char* name;
-    std::vector<Tensor> tensors;  // one of no elements: this tensor has no such moment
+    std::vector<Tensor> tensors;      // one of no elements: this tensor has no such moment
+    std::vector<Tensor> scales = {};  // of those that are uint8 codes; empty: there are none
   };
   std::vector<Moments> moments;
-  std::vector<std::int64_t> seeds;  // one a tensor: bfloat16 moments are rounded stochastically
-  std::vector<double> steps;        // one a tensor; of stochastic rounding
-  std::vector<Tensor> sources;      // where weights are read (of a split master, its upper half); empty: where written
-  bool ties_away = false;           // as in cpu::WeightSpan
+  std::vector<std::int64_t> seeds;   // one a tensor: bfloat16 moments are rounded stochastically
+  std::vector<double> steps;         // one a tensor; of stochastic rounding
+  std::vector<Tensor> sources = {};  // where weights are read (of a split master, its upper half); empty: where written
+  bool ties_away = false;            // as in cpu::WeightSpan
 };
 
 class UpdateList {

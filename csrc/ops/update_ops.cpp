@@ -1,5 +1,6 @@
-// adam_update, sgd_update, lion_update, split_master, join_master: fused optimizer steps on the caller's thread and
-// torch's own pool.
+// adam_update, sgd_update, lion_update, split_master, join_master, encode_moment, decode_moment: fused optimizer steps
+// on the caller's thread and torch's own pool.
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -135,6 +136,50 @@ void join_master(Tensor upper, Tensor low, Tensor target) {
   });
 }
 
+void require_codes(const Tensor& whole, const char* name, const Tensor& codes, const Tensor& scales,
+                   std::int64_t moment) {
+  const auto require = [&](const Tensor& tensor, const char* argument, ScalarType dtype, std::int64_t elements,
+                           const char* what) {
+    require_contiguous(tensor, argument, Place{});
+    if (tensor.scalar_type() != dtype || tensor.numel() != elements) {
+      refuse(argument, std::to_string(elements) + what, describe(tensor));
+    }
+  };
+  require(whole, name, ScalarType::Float, whole.numel(), " float32");
+  require(codes, "codes", ScalarType::Byte, whole.numel(), " uint8");
+  constexpr std::int64_t kBlock = cpu::kCodeBlock;
+  require(scales, "scales", ScalarType::Float, (whole.numel() + kBlock - 1) / kBlock, " float32, one for 256 codes");
+  require_index("moment", moment, 3);
+}
+
+void encode_moment(Tensor source, Tensor codes, Tensor scales, std::int64_t moment) {
+  require_codes(source, "source", codes, scales, moment);
+  const auto* from = static_cast<const float*>(source.const_data_ptr());
+  auto* to = static_cast<char*>(codes.mutable_data_ptr());
+  auto* factors = static_cast<float*>(scales.mutable_data_ptr());
+  const cpu::UpdateKernels& kernels = cpu::active_update_kernels();
+  constexpr std::int64_t kBlock = cpu::kCodeBlock;
+  parallel_for(0, scales.numel(), kGrain / kBlock, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t last = std::min(end * kBlock, source.numel());
+    kernels.encode(to + begin * kBlock, factors + begin, from + begin * kBlock,
+                   static_cast<std::size_t>(last - begin * kBlock), static_cast<std::size_t>(moment));
+  });
+}
+
+void decode_moment(Tensor codes, Tensor scales, Tensor target, std::int64_t moment) {
+  require_codes(target, "target", codes, scales, moment);
+  const auto* from = static_cast<const char*>(codes.const_data_ptr());
+  const auto* factors = static_cast<const float*>(scales.const_data_ptr());
+  auto* to = static_cast<float*>(target.mutable_data_ptr());
+  const cpu::UpdateKernels& kernels = cpu::active_update_kernels();
+  constexpr std::int64_t kBlock = cpu::kCodeBlock;
+  parallel_for(0, scales.numel(), kGrain / kBlock, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t last = std::min(end * kBlock, target.numel());
+    kernels.decode(to + begin * kBlock, from + begin * kBlock, factors + begin,
+                   static_cast<std::size_t>(last - begin * kBlock), static_cast<std::size_t>(moment));
+  });
+}
+
 }  // namespace
 }  // namespace roundpipe::ops
 
@@ -144,4 +189,6 @@ STABLE_TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) {
   ROUNDPIPE_OP(library, lion_update);
   ROUNDPIPE_OP(library, split_master);
   ROUNDPIPE_OP(library, join_master);
+  ROUNDPIPE_OP(library, encode_moment);
+  ROUNDPIPE_OP(library, decode_moment);
 }

@@ -24,7 +24,9 @@ class CompactOptions(TypedDict, total=False):
     """Arguments of the compact path, for when an optimizer of :mod:`roundpipe.optim` is given a wrapped model.
 
     master: "split" (bfloat16 weights are the upper half of an exact float32 master, 2 bytes more) or "float32".
-    state_dtype: of the moments; bfloat16 is rounded stochastically.
+    state_dtype: of the moments: "float32"; "bfloat16", rounded stochastically; or "int8", codes of eight bits with a
+        scale for every 256 of them (block-wise dynamic quantisation as in Dettmers et al., "8-bit Optimizers via
+        Block-wise Quantization", 2022).
     max_grad_norm: every step's gradients are scaled down to this global norm; None: no norm is computed.
     error_if_nonfinite: a norm that is infinite or NaN makes the step an error and changes nothing.
     groups: parameter groups, each a dict with options and "params": a pattern of names, a function of (name,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _ops
 from ..errors import ConfigError
-from .compact_memory import Slot
+from .compact_memory import CODE_BLOCK, Slot
 
 if TYPE_CHECKING:
     from .compact import CompactOptimizer
@@ -50,7 +50,11 @@ def load_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> No
 
 def _check(slot: Slot, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != slot.layout.size:
+        if name.endswith("_scale"):
+            fits = value.numel() == -(-slot.host.numel() // CODE_BLOCK)
+        else:
+            fits = not isinstance(value, Tensor) or not value.dim() or value.shape == slot.layout.size
+        if not fits:
             raise ConfigError(
                 f"{name!r} of parameter {slot.name!r} has shape {tuple(value.shape)} in the loaded state dict, "
                 f"expected {tuple(slot.layout.size)}"
@@ -63,9 +67,9 @@ def _load(optimizer: CompactOptimizer, slot: Slot, values: Mapping[str, Any]) ->
     if slot.index >= 0:
         # A state without a count has one behind it if it has moments.
         memory.counts[slot.index] = float(values.get("step", any(v is not None for v in present)))
-    for moment, value in zip(slot.moments, present, strict=False):
-        if moment.numel():
-            slot.shaped(moment).zero_() if value is None else slot.shaped(moment).copy_(value)
+    for position, name in enumerate(memory.names):
+        if slot.index >= 0 and slot.moments[position].numel():
+            _load_moment(slot, position, values.get(name), values.get(f"{name}_scale"))
     master = values.get("master")
     if values.get("master_low") is not None and slot.layout.dtype == torch.bfloat16:
         low = torch.empty_strided(slot.layout.size, slot.layout.stride, dtype=torch.int16).copy_(values["master_low"])
@@ -78,7 +82,29 @@ def _load(optimizer: CompactOptimizer, slot: Slot, values: Mapping[str, Any]) ->
         slot.take_master(master)
 
 
+def _load_moment(slot: Slot, position: int, value: Tensor | None, scale: Tensor | None) -> None:
+    moment, own_scale = slot.moments[position], slot.scales[position]
+    if value is None:
+        moment.zero_()
+        own_scale.zero_()
+    elif scale is not None and own_scale.numel():  # both eight bits: the codes are the value
+        slot.shaped(moment).copy_(value)
+        own_scale.copy_(scale)
+    else:
+        flat = torch.empty(moment.numel())
+        if scale is None:
+            slot.shaped(flat).copy_(value)
+        else:
+            codes = torch.empty(moment.numel(), dtype=torch.uint8)
+            slot.shaped(codes).copy_(value)
+            _ops.decode_moment(codes, scale.contiguous(), flat, position)
+        if own_scale.numel():
+            _ops.encode_moment(flat, moment, own_scale, position)
+        else:
+            moment.copy_(flat)
+
+
 def _clear(optimizer: CompactOptimizer, slot: Slot) -> None:
     optimizer._memory.counts[slot.index] = 0
-    for moment in slot.moments:
-        moment.zero_()
+    for tensor in (*slot.moments, *slot.scales):
+        tensor.zero_()

@@ -4,6 +4,7 @@ Note [Compact formats]
   Bytes a parameter of bfloat16 (weight and gradient included, Adam):
     master="split"      2 weight + 2 gradient + 2 low half + 8 moments (float32) or 4 (bfloat16)
     master="float32"    the same with 4 instead of 2 for the master
+    state_dtype="int8"  2 + 2 + 2 + 2 and two float32 scales for every 256: 8.03
   float32 weights are their own masters; float16 ones have a float32 master whatever ``master`` says, because 16 more
   bits cannot make an exact float32 of a float16. An asynchronous step writes its weights beside the present ones, into
   a shadow: 2 bytes more (4 for float32 weights).
@@ -23,7 +24,8 @@ from ..errors import ConfigError
 from ..units import TensorLayout, Unit, align
 
 MASTERS = ("split", "float32")
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
+CODE_BLOCK = 256  # elements that share a scale
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NONE = torch.empty(0)
 
@@ -47,6 +49,7 @@ class Slot:
     low: Tensor | None = None  # int16, of a split master
     master: Tensor | None = None  # float32, beside a weight of less
     moments: list[Tensor] = field(default_factory=list)  # by the algorithm's names; empty tensors: not kept
+    scales: list[Tensor] = field(default_factory=list)  # of eight-bit moments, in the same order
 
     def weight(self) -> Tensor:
         return flat_view(self.unit.image, self.layout)
@@ -92,6 +95,7 @@ class CompactMemory:
         self.master = master
         self.state_dtype = STATE_DTYPES[state_dtype]
         self.stochastic = self.state_dtype == torch.bfloat16
+        self.coded = self.state_dtype == torch.uint8
         self._seed = seed
         self.slots: dict[int, Slot] = {}  # by id of the host parameter
         self.counts = torch.zeros(0)  # steps taken, by Slot.index
@@ -141,6 +145,7 @@ class CompactMemory:
             fresh = [slot for slot in slots if slot.index < 0]
             for slot in fresh:
                 slot.moments = [NONE] * len(self.names)
+                slot.scales = [NONE] * len(self.names)
             lows = [s for s in fresh if s.layout.dtype == torch.bfloat16 and self.master == "split"]
             masters = [s for s in fresh if s.layout.dtype != torch.float32 and s not in lows]
             for slot, low in zip(lows, _packed(lows, torch.int16), strict=True):
@@ -152,6 +157,10 @@ class CompactMemory:
                 for slot, moment in zip(lacking, _packed(lacking, self.state_dtype), strict=True):
                     slot.moments[position] = moment
                     changed[id(slot.host)] = slot
+                if self.coded:  # a scale of zero makes every code zero
+                    blocks = [-(-_elements(slot) // CODE_BLOCK) for slot in lacking]
+                    for slot, scale in zip(lacking, _packed_sizes(blocks, torch.float32), strict=True):
+                        slot.scales[position] = scale
             for slot in fresh:
                 changed[id(slot.host)] = slot
         made = [slot for slot in changed.values() if slot.index < 0]
@@ -168,6 +177,7 @@ class CompactMemory:
         """Views of everything that is kept for a parameter, in its shape, under the names of torch's classes."""
         state = {"step": self.counts[slot.index]}
         state |= {n: slot.shaped(m) for n, m in zip(self.names, slot.moments, strict=True) if m is not NONE}
+        state |= {f"{n}_scale": s for n, s in zip(self.names, slot.scales, strict=True) if s is not NONE}
         if slot.low is not None:
             state["master_low"] = slot.shaped(slot.low)
         if slot.master is not None:
@@ -196,10 +206,18 @@ class CompactMemory:
 
 
 def _packed(slots: Sequence[Slot], dtype: torch.dtype) -> list[Tensor]:
-    """Zero-filled memory for each slot, in one allocation."""
-    sizes = [slot.layout.nbytes // slot.layout.dtype.itemsize * dtype.itemsize for slot in slots]
+    """Zero-filled memory for each slot's elements, in one allocation."""
+    return _packed_sizes([_elements(slot) for slot in slots], dtype)
+
+
+def _elements(slot: Slot) -> int:
+    return slot.layout.nbytes // slot.layout.dtype.itemsize
+
+
+def _packed_sizes(elements: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    sizes = [count * dtype.itemsize for count in elements]
     total = sum(map(align, sizes))
-    if not slots:
+    if not sizes:
         return []
     image = _ops.host_empty([total], torch.uint8)
     made, offset = [], 0

@@ -54,6 +54,7 @@ class UnitUpdate:
         kept = [[m if memory.wanted[s.group][k] else _NONE for k, m in enumerate(s.moments)] for s in slots]
         used = [k for k in range(len(memory.names)) if any(moments[k] is not _NONE for moments in kept)]
         self.moments = [moments[k] for k in range(max(used, default=-1) + 1) for moments in kept]
+        self.scales = [slot.scales[k] for k in range(max(used, default=-1) + 1) for slot in slots if memory.coded]
         self.groups = [slot.group for slot in slots]
         self.seeds = [slot.seed for slot in slots] if memory.stochastic else []
         self._indices = torch.tensor([slot.index for slot in slots], dtype=torch.int64)
@@ -75,6 +76,7 @@ class UnitUpdate:
             self.published,
             self.gradients,
             self.moments,
+            self.scales,
             steps,
             self.seeds,
             self.groups,
@@ -121,4 +123,4 @@ def find_norm(memory: CompactMemory, unit: Unit, image: Tensor) -> SquareSum:
     return found
 
 
-_ALIGNMENT, _CHUNK = 64, 1 << 16  # elements: how update_square_sum lays tensors end to end and cuts them
+_ALIGNMENT, _CHUNK = 256, 1 << 16  # elements: how update_square_sum lays tensors end to end and cuts them
