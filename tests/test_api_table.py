@@ -13,10 +13,10 @@ import pytest
 
 import roundpipe
 
-from . import api_batches, api_model, api_rest
+from . import api_batches, api_model, api_rest, api_wrapping
 from .api_rows import ROWS
 
-assert api_batches and api_model and api_rest  # imported for their rows
+assert api_batches and api_model and api_rest and api_wrapping  # imported for their rows
 
 PLACES = [
     *(("roundpipe", name) for name in roundpipe.__all__),
