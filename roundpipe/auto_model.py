@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from . import engine as engines
 from .errors import ConfigError
 from .function_layer import loss_property
 from .model import RoundPipe, check_arguments, claim_weights
+from .packed import RoundPipePackedData
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .state_part import StatePart
 from .training_state import TrainingState
@@ -148,7 +150,6 @@ class AutoRoundPipe(RoundPipe):
         with self._entered():
             if roundpipe_run_config is not None:
                 _refuse_plan(roundpipe_run_config, "roundpipe_run_config")
-            self._resolve(roundpipe_run_config)
             state, settings, tree = self._state, self._settings, self._tree
             state.prepare()
             self._left.check()
@@ -156,10 +157,13 @@ class AutoRoundPipe(RoundPipe):
             tree.begin()
             before, settings.call = settings.call, roundpipe_run_config
             try:
-                return tree.root(*args, **kwargs)
+                out = tree.root(*args, **kwargs)
             finally:
                 settings.call = before
                 tree.push()
+            _refuse_lost(out)
+            config = self._resolve(roundpipe_run_config)
+            return out if config.merge_output is False else _merged(out)
 
     @property
     def forward_backward(self) -> Any:  # type: ignore[override]
@@ -188,6 +192,24 @@ def _refuse_plan(config: RoundPipeRunConfig, what: str) -> None:
         raise ConfigError(
             f"{what}: an execute_plan is for one list of layers, but this model has several streamed parts; give each "
             "its own by override_config={module: RoundPipeRunConfig(execute_plan=...)}"
+        )
+
+
+def _merged(out: Any) -> Any:
+    """Packed values that the forward only passed on."""
+    return pytree.tree_map_only(RoundPipePackedData, RoundPipePackedData.merged, out)
+
+
+def _refuse_lost(out: Any) -> None:
+    """transformers collects some outputs by hooks, on the thread of the call, and hooks inside a part run on others."""
+    if not isinstance(out, Mapping):
+        return
+    lost = [key for key, value in out.items() if isinstance(value, tuple) and not value]
+    if lost:
+        raise ConfigError(
+            f"output {lost[0]!r} is empty: it would be collected inside modules that are streamed as a whole. Stream "
+            "smaller ones (a smaller upper_threshold of wrap_model_to_roundpipe), skip those modules (skip_modules), "
+            "or do not ask for this output."
         )
 
 

@@ -4,6 +4,7 @@ Note [Tree walk]
   From the root down:
   - modules to skip stay as they are, on the host;
   - an nn.Sequential becomes one part with its children as layers;
+  - a compiled module is one part, of one layer;
   - a module with a forward of its own becomes a part of one layer if its own parameters have at least
     ``lower_threshold`` elements, or all below it at most ``upper_threshold``; also where there is nothing below it;
   - any other module stays, with its own parameters on the host, and its children are looked at;
@@ -90,6 +91,8 @@ def _reason(module: nn.Module, rules: Rules) -> str | None:
         return None
     if isinstance(module, nn.Sequential):
         return f"{len(module)} layers" if len(module) else None
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+        return "it is compiled as a whole"
     if type(module).forward is nn.Module.forward:  # a container, which nobody calls
         return None
     own = sum(parameter.numel() for parameter in module.parameters(recurse=False))

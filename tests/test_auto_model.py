@@ -352,6 +352,83 @@ def test_the_loss_of_a_transformers_model_runs_on_a_device() -> None:
     assert stages and all(name.startswith("roundpipe-host") for name in stages)
 
 
+def test_collected_outputs_are_there_or_refused() -> None:
+    """transformers collects hidden states at the blocks, which are parts, and attention weights inside them."""
+    roundpipe.use_devices("host:2")
+    case, wrapped, plain = twins("t5")
+    batch = case.batch()
+    with torch.no_grad():
+        got = wrapped(**batch, output_hidden_states=True)
+        want = plain(**batch, output_hidden_states=True)
+        for side in ("encoder_hidden_states", "decoder_hidden_states"):
+            for mine, other in zip(got[side], want[side], strict=True):
+                assert isinstance(mine, torch.Tensor)
+                oracle.assert_close_to_scale(mine, other, side)
+        with pytest.raises(ConfigError, match=r"attentions' is empty.*upper_threshold"):
+            wrapped(**batch, output_attentions=True)
+
+
+class ByThreshold(nn.Module):
+    """Kinds of modules that a walk must not take apart, or must follow into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.named = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+        self.listed = nn.ModuleList([self.named["a"], nn.Linear(8, 8)])
+        self.gains = nn.ParameterList([torch.randn(8) for _ in range(2)])
+        self.mixed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.normed(self.compiled(x)) * self.gains[0] + self.gains[1]
+        for module in (*self.listed, self.named["b"], self.frozen):
+            x = torch.tanh(module(x))
+        x = self.mixed(x)
+        rows = x[None].expand(3, -1, -1).transpose(0, 1)
+        return x + self.attention(rows, rows, rows, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize("upper", [0, 100])
+def test_kinds_of_modules(upper: int) -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    torch.manual_seed(0)
+    model = ByThreshold()
+    plain = ByThreshold()
+    plain.load_state_dict(model.state_dict())
+    wrapped = wrap_model_to_roundpipe(
+        model,
+        lower_threshold=300,
+        upper_threshold=upper,
+        skip_modules=[model.mixed[1]],
+        model_run_config=RoundPipeRunConfig(num_microbatch=2),
+    )
+    assert {
+        "compiled",
+        "attention.out_proj",
+        "normed",
+        "mixed.0",
+        "mixed.2",
+        "named.a",
+        "listed.1",
+    } <= wrapped.parts.keys()
+    assert not {"mixed.1", "mixed", "listed.0", "compiled._orig_mod", "attention"} & wrapped.parts.keys()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 8)
+        got, want = wrapped(x), plain(x)
+        oracle.assert_close_to_scale(got.detach(), want.detach(), "output", 1e-5)
+        got.square().sum().backward()
+        want.square().sum().backward()
+    wrapped.synchronize()
+    oracle.assert_same_gradients_within(model, plain, 1e-5)
+    oracle.assert_same_state_within(model, plain, 1e-6)
+
+
 def test_a_cache_is_refused_with_the_remedy() -> None:
     roundpipe.use_devices("host:1")
     case, wrapped, _ = twins("t5")
