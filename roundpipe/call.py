@@ -16,6 +16,7 @@ from .boundary import Boundary, HostTensor, LiveTree, PendingTree
 from .buffers import BufferUndo, BufferUpdate
 from .engine import Engine, Watchdog, Worker, cpu_generator_lock
 from .errors import RoundPipeError
+from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .stage_job import Phase, StageJob
@@ -85,6 +86,7 @@ class Call:
         self.window = window
         self.predecessor = predecessor  # the training call before, of this window or the last, that has not settled
         self.probe = probe
+        self.gradient_stats: GradientStats | None = None  # None: nobody wants them
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
         self.ambient = Ambient.capture()

@@ -27,6 +27,8 @@ from .optimizer_thread import PUBLISH, TAKE, OptimizerTask
 from .units import Unit
 
 if TYPE_CHECKING:
+    from .grad_scaler import Scaling
+    from .gradient_stats import GradientStats
     from .optim.compact_memory import CompactMemory
     from .window import Window
 
@@ -58,6 +60,7 @@ class CompactStep(OptimizerTask, Shadows):
         *,
         is_async: bool,
         previous: Shadows | None,
+        scaling: Scaling | None = None,
     ) -> None:
         OptimizerTask.__init__(self, engine, window)
         Shadows.__init__(self, {})
@@ -65,6 +68,9 @@ class CompactStep(OptimizerTask, Shadows):
         self.is_async = is_async
         self._numbers = numbers
         self._previous = previous
+        self._scaling = scaling
+        self.wants_norm = scaling is not None or (numbers is not None and numbers.max_grad_norm is not None)
+        self._measured: list[tuple[Unit, GradientStats]] = []  # on the devices, before the gradients came down
         # Handles of tickets, in the order of the calls that they belong to; each list loses what was queued.
         self._copies: list[tuple[Unit, int]] = []
         self._norms: list[tuple[Unit, Tensor, int]] = []
@@ -81,8 +87,11 @@ class CompactStep(OptimizerTask, Shadows):
             image = None if window is None else window.image(unit)
             if image is None:
                 continue
-            if numbers is not None and numbers.max_grad_norm is not None:
-                self._norms.append((unit, image, _ops.ticket_issue(unit.handle, TAKE)))
+            if self.wants_norm and window is not None:
+                if (stats := window.stats(unit)) is not None:
+                    self._measured.append((unit, stats))
+                else:
+                    self._norms.append((unit, image, _ops.ticket_issue(unit.handle, TAKE)))
             kinds = (TAKE,) if is_async else (TAKE, PUBLISH)
             self._updates.append((unit, image, [_ops.ticket_issue(unit.handle, kind) for kind in kinds]))
 
@@ -102,7 +111,11 @@ class CompactStep(OptimizerTask, Shadows):
         )
         for ticket in tickets:
             _ops.drop_quietly(_ops.ticket_finish, ticket, True)
+        self._measured.clear()
         if self.error is None and not self.cancelled:
+            for call in self.window.calls if self.window is not None else ():
+                if call.gradient_stats is not None:
+                    call.gradient_stats.release()
             self.window = None  # it holds gradients, and this task may be remembered for its shadows
 
     @property
@@ -148,14 +161,19 @@ class CompactStep(OptimizerTask, Shadows):
         """What multiplies every gradient; None: the step is skipped and changes nothing."""
         assert self._numbers is not None
         limit = self._numbers.max_grad_norm
-        if limit is None:
-            return self._numbers.unscale
-        squares = 0.0
+        if not self.wants_norm:
+            return 1.0
+        squares = sum(stats.square_sum(unit) for unit, stats in self._measured)
         for one, number in self._measuring:
             _ops.wait(_ops.update_wait, self.engine.handle, number)
             squares += one.value()
-        norm = math.sqrt(squares) * self._numbers.unscale
+        unscale = 1.0 if self._scaling is None else self._scaling.inverse()
+        norm = math.sqrt(squares) * unscale
         self.memory.grad_norm = norm
+        if self._scaling is not None:
+            self._scaling.found(non_finite=not math.isfinite(norm))
+            if not math.isfinite(norm):
+                return None
         if self._numbers.error_if_nonfinite and not math.isfinite(norm):
             self._update(None)
             raise RoundPipeError(
@@ -163,8 +181,8 @@ class CompactStep(OptimizerTask, Shadows):
                 "step was not taken and its gradients were dropped. Weights and optimizer state are as before."
             )
         # As torch.nn.utils.clip_grad_norm_: with its 1e-6, and a norm that is NaN makes every gradient NaN.
-        clip = limit / (norm + 1e-6)
-        return self._numbers.unscale * (1.0 if clip >= 1.0 else clip)
+        clip = 1.0 if limit is None else limit / (norm + 1e-6)
+        return unscale * (1.0 if clip >= 1.0 else clip)
 
     def _update(self, factor: float | None) -> None:
         """Queues the updates. Without a factor only their tickets pass, and nothing is poisoned."""

@@ -14,6 +14,7 @@ from .optimizer_thread import OptimizerTask
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .grad_scaler import Scaling
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
     from .units import Unit
@@ -30,6 +31,12 @@ class CompactTraining:
     @property
     def memory(self) -> CompactMemory | None:
         return None if self._memory is None else self._memory()
+
+    @property
+    def measures(self) -> bool:
+        """Whether calls take the sums of squares of their gradients on the devices."""
+        memory = self.memory
+        return memory is not None and memory.measures
 
     @property
     def has_pending(self) -> bool:
@@ -51,7 +58,13 @@ class CompactTraining:
             )
 
     def step(
-        self, engine: Engine, units: Sequence[Unit], window: Window, optimizer: CompactOptimizer, is_async: bool
+        self,
+        engine: Engine,
+        units: Sequence[Unit],
+        window: Window,
+        optimizer: CompactOptimizer,
+        is_async: bool,
+        scaling: Scaling | None,
     ) -> CompactStep:
         """Takes the tickets of a step; the caller submits it. The optimizer's state is complete."""
         memory = optimizer._memory
@@ -64,7 +77,9 @@ class CompactTraining:
             optimizer.numbers(),
             is_async=is_async,
             previous=None if previous is None else previous[1],
+            scaling=scaling,
         )
+        memory.measures = step.wants_norm
         if is_async:
             self._pending = memory, step
         return step

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import finite_checks
 from .errors import ConfigError, RoundPipeError
 from .interrupts import uninterrupted
+from .optim.compact import CompactOptimizer
 from .optimizer_thread import thread as optimizer_thread
 
 __all__ = ["GradScaler"]
@@ -66,6 +67,25 @@ class _Task:
             return self._ended.wait(timeout=0.1)
 
 
+class Scaling:
+    """What a step of a compact optimizer asks and tells; on the optimizer thread, in the order of steps."""
+
+    def __init__(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        self._scaler = scaler
+        self._key = id(optimizer)
+
+    def inverse(self) -> float:
+        """What multiplies the gradients."""
+        return _float32(1.0 / self._scaler._step_scale)
+
+    def found(self, non_finite: bool) -> None:
+        """Whether the step is skipped."""
+        state = self._scaler._optimizers.setdefault(self._key, _OptimizerState())
+        if state.stepped:
+            raise RoundPipeError("the optimizer was stepped twice since the last GradScaler.update()")
+        state.non_finite, state.unscaled, state.stepped = non_finite, True, True
+
+
 class GradScaler:
     """``torch.amp.GradScaler`` for models wrapped by RoundPipe. ::
 
@@ -85,7 +105,8 @@ class GradScaler:
     :meth:`scale` may be called on any thread, :meth:`unscale_` and :meth:`step` belong into the step function,
     :meth:`update` on the thread that calls ``model.step``, after it. A step whose gradients hold an infinity or NaN is
     skipped: weights, moments and step counters stay. Whether they do is seen in the pass that brings the gradients to
-    the optimizer.
+    the optimizer. With a compact optimizer: ``model.step(optimizer, scaler=scaler)``, or ``scaler.step(optimizer)`` on
+    the thread that calls the model.
 
     Note [Two views of the scale]
       The caller's thread and the workers scale with the value that the last update made effective; a step, which may
@@ -147,6 +168,10 @@ class GradScaler:
         """
         if not self._enabled:
             return
+        if isinstance(optimizer, CompactOptimizer):
+            raise ConfigError(
+                "GradScaler.unscale_: a compact optimizer unscales in the pass of its step; clip with its max_grad_norm"
+            )
         state = self._state_of(optimizer)
         if state.stepped or state.unscaled:
             what = "after step()" if state.stepped else "twice"
@@ -161,6 +186,8 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if isinstance(optimizer, CompactOptimizer):
+            return optimizer.step(*args, scaler=self, **kwargs)
         if "closure" in kwargs or args:
             raise RoundPipeError("GradScaler.step does not support closures; compute the loss before the step")
         state = self._state_of(optimizer)
@@ -176,6 +203,10 @@ class GradScaler:
                 result = optimizer.step(**kwargs)
         state.stepped = True
         return result
+
+    def scaling_of(self, optimizer: torch.optim.Optimizer) -> Scaling:
+        """For a step of a compact optimizer."""
+        return Scaling(self, optimizer)
 
     def _state_of(self, optimizer: torch.optim.Optimizer) -> _OptimizerState:
         if not optimizer_thread.is_current():

@@ -15,6 +15,7 @@ from . import runs
 from .arguments import check_bool, check_name, check_optim_dtype, check_state_dict, keyword_arguments
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
+from .grad_scaler import GradScaler
 from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
@@ -154,7 +155,8 @@ class RoundPipe(nn.Module):
 
         A compact optimizer (``roundpipe.optim.AdamW(model, ...)``) reads all its hyperparameters before this returns,
         and does not make the caller wait in either mode: an exact step updates each layer before that layer's next
-        upload. The following is about functions.
+        upload. With ``scaler=`` (a GradScaler, which scaled the losses) it unscales the gradients in the same pass and
+        is skipped when one of them is not finite. The following is about functions.
 
         There ``parameters()`` means the optimizer's parameters, with their gradients in ``.grad``. Asynchronously it
         returns at once and the next iteration computes with the weights of one step before; with ``is_async=False`` it
@@ -181,9 +183,12 @@ class RoundPipe(nn.Module):
             raise ConfigError(
                 f"step(): the optimizer was made for the model {optimizer._model.name!r}, not {self.name!r}"
             )
-        if args or kwargs:
-            raise ConfigTypeError("step(): arguments belong to a step function; a compact optimizer takes none")
-        optimizer.step(is_async=is_async)
+        scaler = kwargs.pop("scaler", None)
+        if args or kwargs or not (scaler is None or isinstance(scaler, GradScaler)):
+            raise ConfigTypeError(
+                "step(): arguments belong to a step function; a compact optimizer takes only scaler=, a GradScaler"
+            )
+        optimizer.step(is_async=is_async, scaler=scaler)
 
     def synchronize(self) -> None:
         """Waits for everything. Afterwards the host weights are the newest and ``.grad`` of the model's own parameters

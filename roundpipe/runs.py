@@ -16,6 +16,7 @@ from .call import Call
 from .caller_tensors import handed_out, host_boundary, pack, unread_leaves
 from .engine import Engine
 from .errors import RoundPipeError, StallError
+from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
@@ -179,7 +180,7 @@ def _make_call(
     keeps_graph: bool,
     keeps_outputs: bool,
 ) -> Call:
-    return Call(
+    call = Call(
         engine,
         state.layers,
         state.units_of,
@@ -197,6 +198,9 @@ def _make_call(
         predecessor=state.unsettled_training_call(),
         probe=state.measurements.probe(inputs, labels, keeps_graph=keeps_graph, simulated=engine.simulated),
     )
+    if keeps_graph and state.compact.measures:
+        call.gradient_stats = GradientStats()
+    return call
 
 
 def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type: str) -> None:

@@ -59,6 +59,7 @@ class StageJob:
         self._handed: set[int] = set()
         self._gradients: dict[int, list[torch.Tensor]] = {}
         self._fired: dict[int, set[int]] = {}  # by unit: parameters that got their last gradient
+        self._gradients_at: dict[int, int] = {}  # by unit: byte offset in the device's region
         self._owner: dict[int, tuple[Unit, int]] = {}
         self._buffers: dict[int, LayerBuffers] = {}
         self._last = False  # the present backward is the last one of this job
@@ -91,6 +92,7 @@ class StageJob:
         call = self.call
         self.place.state = f"on {worker.name}"
         worker.check = call.check
+        self._worker = worker
         worker.parameters.accumulated = self._accumulated
         try:
             call.check()
@@ -342,6 +344,7 @@ class StageJob:
             if unit.key in self._ready:
                 continue
             at = _ops.wait_place(self.handle, self.index[unit.key], check=worker.check)
+            self._gradients_at[unit.key] = at[1]
             weights = worker.views((unit.key, "w"), unit.layouts, at[0])
             gradients = (
                 worker.views((unit.key, "g", len(unit.trainable)), unit.gradient_layouts, at[1]) if at[1] >= 0 else []
@@ -433,6 +436,8 @@ class StageJob:
     def _start_down(self, unit: Unit) -> None:
         if unit.key not in self._handed:
             self._handed.add(unit.key)
+            if self.call.gradient_stats is not None:
+                self.call.gradient_stats.measure(self._worker, unit, self._gradients_at[unit.key])
             _ops.job_gradients_done(self.handle, self.index[unit.key])
 
     def _adopt_replaced(self, worker: Worker, layers: range) -> None:
@@ -465,7 +470,8 @@ class StageJob:
         for unit in self.units:
             if unit.gradient_bytes and self.with_gradients:
                 if unit.key not in self._ready:
-                    _ops.wait_place(self.handle, self.index[unit.key], check=self.call.check)
+                    at = _ops.wait_place(self.handle, self.index[unit.key], check=self.call.check)
+                    self._gradients_at[unit.key] = at[1]
                 self._start_down(unit)
 
     def _deliver(self, worker: Worker, m: int, layer: int, grads: list[torch.Tensor | None] | None) -> None:

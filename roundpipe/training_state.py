@@ -33,6 +33,7 @@ from .units import Unit, build_units
 from .window import Window
 
 if TYPE_CHECKING:
+    from .grad_scaler import GradScaler
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
 
@@ -308,12 +309,13 @@ class TrainingState:
         self.compact.attach(memory)
         self.optimizer = OptimizerParameters(self.units, self.optimizer.dtype)
 
-    def compact_step(self, optimizer: CompactOptimizer, is_async: bool) -> None:
+    def compact_step(self, optimizer: CompactOptimizer, is_async: bool, scaler: GradScaler | None) -> None:
         self.prepare()
         optimizer.ensure_state(self.drain)
         with uninterrupted():
             self.generation += self.compact.has_pending or not is_async
-            step = self.compact.step(self._engine(), self.units, self.window, optimizer, is_async)
+            scaling = None if scaler is None or not scaler.is_enabled() else scaler.scaling_of(optimizer)
+            step = self.compact.step(self._engine(), self.units, self.window, optimizer, is_async, scaling)
             self.window = Window()
             self._submit(step)
 

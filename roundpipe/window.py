@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .call import Call
+from .gradient_stats import GradientStats
 from .units import Unit
 
 
@@ -26,6 +27,11 @@ class Window:
                 return call.stores[unit.key]
         base = self.base.get(unit.key)
         return None if base is None else base[0]
+
+    def stats(self, unit: Unit) -> GradientStats | None:
+        """What measures the sum that :meth:`image` holds before it comes down; None: nobody does."""
+        found = next((call for call in reversed(self.calls) if unit.key in call.stores), None)
+        return None if found is None else found.gradient_stats
 
     def touched(self, unit: Unit) -> set[int]:
         """Trainable parameters of ``unit`` that have a gradient. Exact once all calls have ended."""

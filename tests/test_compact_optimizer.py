@@ -371,7 +371,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda w: optim.AdamW([nn.Parameter(torch.ones(2))], master="split"), "master=.*compact path"),
     (lambda w: optim.AdamW(list(w.model.parameters()), groups=[{"params": "*"}]), "pass the model"),
     (lambda w: RoundPipe(nn.Linear(2, 2)).step(optim.AdamW(w)), "was made for the model"),
-    (lambda w: w.step(optim.AdamW(w), True, 3), "a compact optimizer takes none"),
+    (lambda w: w.step(optim.AdamW(w), True, 3), "a compact optimizer takes only scaler="),
     (lambda w: copy.deepcopy(optim.AdamW(w)), "neither copied nor pickled"),
     (lambda w: optim.AdamW(RoundPipe(nn.Linear(2, 2).double())), "float64.*OptimizerCtx"),
     (lambda w: optim.AdamW(RoundPipe(nn.Linear(2, 2).requires_grad_(False))), "nothing to train"),

@@ -15,6 +15,7 @@ from .compact_update import Numbers
 from .host_optimizer import HostOptimizer
 
 if TYPE_CHECKING:
+    from ..grad_scaler import GradScaler
     from ..model import RoundPipe
 
 Selection = str | Callable[[str, nn.Parameter], bool] | nn.Parameter | Iterable[Any]
@@ -73,6 +74,7 @@ class CompactOptimizer(HostOptimizer):
         self._model = wrapper_of(params)
         self._memory = CompactMemory(self._moments, master, state_dtype, seed)
         self.max_grad_norm = max_grad_norm
+        self._memory.measures = max_grad_norm is not None
         self.error_if_nonfinite = bool(error_if_nonfinite)
         self._ensured: Any = None
         if groups and not _is_wrapper(params):
@@ -109,7 +111,13 @@ class CompactOptimizer(HostOptimizer):
         self._ensured = None
 
     # -- steps -----------------------------------------------------------------------------------------------------
-    def step(self, closure: Callable[[], Any] | None = None, *, is_async: bool = False) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        is_async: bool = False,
+        scaler: GradScaler | None = None,
+    ) -> Any:
         """``model.step(self, is_async)``: takes the gradients of the window and returns at once.
 
         Every number in the groups is read before this returns. Exact steps too do not block: whatever shows weights
@@ -118,13 +126,15 @@ class CompactOptimizer(HostOptimizer):
         Args:
             closure: if given, it computes the gradients first (with ``forward_backward``) and returns the loss.
             is_async: the next iteration computes with the weights from before this step.
+            scaler: what scaled the losses. The gradients are unscaled in the same pass, and the step is skipped when
+                one of them is not finite.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with self._model._entered():
-            self._model._state.compact_step(self, is_async)
+            self._model._state.compact_step(self, is_async, scaler)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

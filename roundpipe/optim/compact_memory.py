@@ -100,6 +100,7 @@ class CompactMemory:
         self.slots: dict[int, Slot] = {}  # by id of the host parameter
         self.counts = torch.zeros(0)  # steps taken, by Slot.index
         self.grad_norm: float | None = None
+        self.measures = False  # whether calls measure their gradients on the devices: the last step wanted their norm
         self.wanted: list[list[bool]] = []  # by group: which moments it keeps now; it may have kept others before
         self.retired = False  # the model belongs to another optimizer now
         self.updates: dict[Any, Any] = {}  # UnitUpdate by what it is for; see find_update

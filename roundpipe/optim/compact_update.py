@@ -23,7 +23,6 @@ class Numbers:
     counts_steps: list[bool]  # by group: whether this step is counted
     max_grad_norm: float | None
     error_if_nonfinite: bool
-    unscale: float = 1.0  # multiplies every gradient before its norm is taken
 
 
 class UnitUpdate:
