@@ -45,8 +45,9 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 class Reference:
     """float16 layers, float32 masters, torch's operators for check, unscaling and update of the scale."""
 
-    def __init__(self, layers: nn.Sequential, is_async: bool) -> None:
-        self.layers = copy.deepcopy(layers)
+    def __init__(self, layers: nn.Sequential, is_async: bool, device: str = "cpu") -> None:
+        self.layers = copy.deepcopy(layers).to(device)
+        self.device = device
         self.is_async = is_async
         self.masters = [nn.Parameter(p.detach().float()) for p in self.layers.parameters()]
         self.optimizer = make_optimizer(self.masters)
@@ -60,12 +61,16 @@ class Reference:
         self.layers.zero_grad()
         scale = self.effective.item()
         oracle.forward_backward(
-            list(self.layers), (x,), loss_fn=lambda out, _: criterion(out) * scale, num_microbatch=PIECES
+            list(self.layers),
+            (x.to(self.device),),
+            loss_fn=lambda out, _: criterion(out) * scale,
+            num_microbatch=PIECES,
+            device=self.device,
         )
         for master, weight in zip(self.masters, self.layers.parameters(), strict=True):
             master.grad = weight.grad.float()
-        found = torch.zeros(())
-        inverse = self.effective.double().reciprocal().float()
+        found = torch.zeros((), device=self.device)
+        inverse = self.effective.double().reciprocal().float().to(self.device)
         torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in self.masters], found, inverse)
         if not found:
             if max_norm is not None:
@@ -73,7 +78,7 @@ class Reference:
             self.optimizer.step()
         self.skipped.append(bool(found))
         late = self.newest.clone()
-        torch._amp_update_scale_(self.newest, self.tracker, found, 2.0, 0.5, SETTINGS["growth_interval"])
+        torch._amp_update_scale_(self.newest, self.tracker, found.cpu(), 2.0, 0.5, SETTINGS["growth_interval"])
         self.effective = late if self.is_async else self.newest.clone()
         # The next iteration computes with the weights from before this step, or with the new ones.
         shown = before if self.is_async else [p.detach().half() for p in self.masters]

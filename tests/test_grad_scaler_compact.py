@@ -17,6 +17,7 @@ from roundpipe import engine as engines
 from roundpipe.errors import ConfigError, ConfigTypeError, RoundPipeError
 
 from .test_grad_scaler import CONFIG, ROWS, SETTINGS, WIDTH, Reference, batches, criterion, make_layers
+from .test_grad_scaler import Trainee as OpaqueTrainee
 
 
 class Trainee:
@@ -91,6 +92,30 @@ def test_training_equals_the_plain_loop(
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-6)
     # The first call did not know; from then on the devices took the sums.
     assert len(host_passes) <= len(list(trainee.model.model))
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_training_on_a_gpu(is_async: bool, compact: bool) -> None:
+    roundpipe.use_devices("cuda:0")
+    layers = make_layers()
+    reference = Reference(layers, is_async, "cuda")
+    trainee = Trainee(layers, None) if compact else OpaqueTrainee(layers)
+    for x in batches(16):
+        torch.manual_seed(7)
+        if isinstance(trainee, OpaqueTrainee):
+            trainee.iterate(x, is_async)
+        else:
+            trainee.forward_backward(x)
+            trainee.model.step(trainee.optimizer, is_async, scaler=trainee.scaler)
+            trainee.scaler.update(is_async=is_async)
+        torch.manual_seed(7)
+        reference.iterate(x)
+        assert trainee.scaler.get_scale() == reference.effective.item()
+    assert 3 <= sum(reference.skipped) < 14
+    for got, wanted in zip(trainee.masters(), reference.masters, strict=True):
+        torch.testing.assert_close(got, wanted.cpu(), rtol=1e-3, atol=1e-4)
 
 
 class Mixed(nn.Module):
