@@ -155,11 +155,12 @@ class AutoRoundPipe(RoundPipe):
             self._left.check()
             state.wait_host_read()
             tree.begin()
-            before, settings.call = settings.call, roundpipe_run_config
+            before, settings.call = (settings.call, state.whole_call), roundpipe_run_config
+            state.whole_call = True
             try:
                 out = tree.root(*args, **kwargs)
             finally:
-                settings.call = before
+                settings.call, state.whole_call = before
                 tree.push()
             _refuse_lost(out)
             config = self._resolve(roundpipe_run_config)

@@ -36,9 +36,10 @@ class HostBuffers:
                 _check_buffer(name, buffer)
         self._stored: dict[int, tuple[torch.Tensor, int, int, HostTensor]] = {}
 
-    def refresh(self, engine: Engine) -> None:
+    def refresh(self, engine: Engine, layers: list[nn.Module] | None = None) -> None:
+        """``layers``: only the buffers of these; None: all."""
         seen = set()
-        for layer in self._layers:
+        for layer in self._layers if layers is None else layers:
             for name, buffer in layer.named_buffers():
                 if id(buffer) in seen:
                     continue
@@ -49,7 +50,7 @@ class HostBuffers:
                     continue
                 host = HostTensor.from_host(engine, buffer, Traffic.BUFFERS, on_host=False)
                 self._stored[id(buffer)] = (buffer, buffer._version, buffer.data_ptr(), host)
-        for key in self._stored.keys() - seen:
+        for key in self._stored.keys() - seen if layers is None else ():
             del self._stored[key]
 
     def forget(self) -> None:

@@ -88,8 +88,12 @@ def unread_leaves(boundary: Boundary, is_saved: Callable[[HostTensor], bool]) ->
     return [made[id(leaf)] if isinstance(leaf, HostTensor) else leaf for leaf in boundary.leaves]
 
 
-def pack(engine: Engine, boundaries: Sequence[Boundary], leaves: Sequence[list[Any]]) -> Any:
-    """The outputs as a tree of ``RoundPipePackedData``; ``leaves`` as made by ``unread_leaves``, perhaps in a graph."""
+def pack(
+    engine: Engine, boundaries: Sequence[Boundary], leaves: Sequence[list[Any]], rows: list[int] | None = None
+) -> Any:
+    """The outputs as a tree of ``RoundPipePackedData``; ``leaves`` as made by ``unread_leaves``, perhaps in a graph;
+    ``rows`` as in ``merge_outputs``.
+    """
     events = []
     for boundary, values in zip(boundaries, leaves, strict=True):
         hosts = {id(host): host for host in boundary.leaves if isinstance(host, HostTensor)}
@@ -98,7 +102,10 @@ def pack(engine: Engine, boundaries: Sequence[Boundary], leaves: Sequence[list[A
                 handed_out.note(value, host, engine)
         events.append(OutputTransfer(hosts.values()) if hosts else None)
     trees = [pytree.tree_unflatten(values, b.spec) for values, b in zip(leaves, boundaries, strict=True)]
-    return merge_outputs(trees, False, events)
+    made = merge_outputs(trees, False, events)
+    for packed in pytree.tree_leaves(made):
+        packed.rows = rows
+    return made
 
 
 def host_boundary(

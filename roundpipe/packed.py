@@ -35,6 +35,8 @@ class RoundPipePackedData(MergesOnUse):
     """
 
     transfer_event: list[TransferEvent | None]
+    rows: list[int] | None = None
+    """Rows of each microbatch, where it is known that what does not have them does not depend on the batch."""
 
     def __init__(
         self, values: Iterable[Any] = (), transfer_event: Iterable[TransferEvent | None] | None = None

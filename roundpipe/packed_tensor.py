@@ -17,12 +17,14 @@ from torch.utils import _pytree as pytree
 class MergesOnUse(list[Any]):
     """A list of the microbatches' values that behaves as their merged tensor where lists have nothing to offer."""
 
+    rows: list[int] | None = None  # see RoundPipePackedData
+
     def merged(self) -> Any:
         """The value of the whole batch, by the automatic rule; waits for the transfers. Autograd history is kept."""
         from .output_merge import merge_outputs
 
         self.synchronize()
-        return merge_outputs(list(self))
+        return merge_outputs(list(self), rows=self.rows)
 
     def synchronize(self) -> None:
         raise NotImplementedError

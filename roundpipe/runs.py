@@ -68,7 +68,7 @@ def forward(
         _apply_buffers(state, call)
     outputs = LaterBackward(state, entered, call, list(pieces), boundaries).attach(values)
     if packed:
-        return pack(engine, boundaries, outputs)
+        return pack(engine, boundaries, outputs, _rows(config, pieces))
     trees = [pytree.tree_unflatten(leaves, b.spec) for leaves, b in zip(outputs, boundaries, strict=True)]
     return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
 
@@ -85,7 +85,8 @@ def _merged(
 ) -> Any:
     """The outputs as the caller wants them, outside any graph. Packed ones may still be on their way."""
     if config.merge_output is False:
-        return pack(call.engine, boundaries, [unread_leaves(b, call.is_saved) for b in boundaries])
+        leaves = [unread_leaves(b, call.is_saved) for b in boundaries]
+        return pack(call.engine, boundaries, leaves, _rows(config, pieces))
     trees = [pytree.tree_unflatten(_received_leaves(state, call, b), b.spec) for b in boundaries]
     return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
 

@@ -63,6 +63,7 @@ class TrainingState:
         self._unpublished = False
         self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
+        self.whole_call = False  # the model's own forward runs, and has prepared
         self.host_read: set[int] = set()  # units that the caller computes with himself, by key
         self._versions: dict[int, int] = {}
         self.measurements = Measurements(len(layers))
@@ -98,6 +99,14 @@ class TrainingState:
         else:
             fold_host_gradients(self)
         self.host_buffers.refresh(engine)
+        return engine
+
+    def prepare_part(self, layers: list[nn.Module]) -> Engine:
+        """``prepare`` of a call of these layers within a call of the whole model, which has prepared everything."""
+        self.raise_failures()
+        self._forget_ended()
+        engine = self._follow_engine()
+        self.host_buffers.refresh(engine, layers)
         return engine
 
     def _follow_engine(self) -> Engine:

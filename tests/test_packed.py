@@ -106,3 +106,11 @@ def test_gradients_pass_through_the_merge():
     packed = RoundPipePackedData([leaf * 2 for leaf in leaves])
     (packed * torch.arange(4.0)[:, None]).sum().backward()
     assert torch.equal(leaves[1].grad, 2 * torch.tensor([[2.0], [3.0]]).expand(2, 3))
+
+
+def test_what_does_not_depend_on_the_batch_is_merged_once():
+    position = torch.randn(1, 3)
+    packed = RoundPipePackedData([position, position.clone()])
+    assert (packed * 1).shape == (2, 3)
+    packed.rows = [2, 2]
+    assert (packed * 1).shape == (1, 3)
