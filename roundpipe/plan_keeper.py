@@ -42,7 +42,8 @@ class PlannedModel(Protocol):
 class _Kept:
     plan: ModelExecutePlan
     cautious: bool
-    revision: tuple[object, ...]  # of the activation sizes and devices it was made, or last looked at, with
+    revision: int  # of the activation sizes it was made, or last looked at, with
+    limits: tuple[int, int | None]  # of the devices it was made for
     next_look: int  # number of measured iterations
     changes: int = 0
 
@@ -53,7 +54,7 @@ class PlanKeeper:
     def __init__(self, model: PlannedModel) -> None:
         self._model: PlannedModel = weakref.proxy(model)  # its owner, whose memory must not wait for the collector
         self._kept: dict[tuple[str, int, str], _Kept] = {}
-        self._warned = False
+        self._warned: set[bool] = set()  # of a layer above the limit: without and with its gradients
 
     def clear(self) -> None:
         """Devices or trainable parameters have changed."""
@@ -65,8 +66,10 @@ class PlanKeeper:
         measurements = self._model.measurements
         measurements.read()
         kept = self._kept.get(key)
-        revision = (measurements.sizes.revision, *self._model.plan_limits())
+        revision, limits = measurements.sizes.revision, self._model.plan_limits()
         iterations = measurements.timer(run_type).iterations
+        if kept is not None and kept.limits != limits:
+            kept = None
         if kept is not None and kept.revision == revision and iterations < kept.next_look:
             return kept.plan
         part = Part(tuple(self._model.layer_costs(run_type)), run_type != "infer", run_type == "fused")
@@ -75,7 +78,7 @@ class PlanKeeper:
         if kept is None or kept.cautious or not self._fits(kept.plan, part, request):
             changes = 0 if kept is None else kept.changes
             made = self._make(part, careful, request)
-            kept = _Kept(made, careful is not request, revision, max(_FIRST_LOOK, iterations + 1), changes)
+            kept = _Kept(made, careful is not request, revision, limits, max(_FIRST_LOOK, iterations + 1), changes)
             self._kept[key] = kept
             return kept.plan
         kept.revision = revision
@@ -95,8 +98,8 @@ class PlanKeeper:
 
     def _request(self, part: Part, num_microbatch: int, grain: str) -> Request:
         devices, memory = self._model.plan_limits()
-        limit = stage_limit([part], None, [memory], None if self._warned else 5)
-        self._warned = True
+        limit = stage_limit([part], None, [memory], None if part.backward in self._warned else 6)
+        self._warned.add(part.backward)
         return Request(
             num_devices=devices,
             min_stages=devices,

@@ -147,11 +147,26 @@ def test_the_warning_of_a_large_layer_is_said_once() -> None:
     keeper = PlanKeeper(model)
     with pytest.warns(UserWarning, match="layer 1 needs 0.200 GB"):
         keeper.plan("fused", 2, "stage")
+    with pytest.warns(UserWarning, match="layer 1 needs 0.100 GB"):
+        keeper.plan("infer", 2, "stage")  # other bytes, another limit
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in (100, 200, 300):
             model.note_sizes(size, inner=size)
             keeper.plan("fused", 2, "stage").check_valid(3, "fused")
+
+
+def test_a_device_that_was_capped_meanwhile_is_noticed() -> None:
+    model = Model([10**6] * 12, memory=100 * 10**6)
+    keeper = PlanKeeper(model)
+    model.note_sizes(100, inner=1000)
+    before = keeper.plan("fused", 2, "stage")
+    model.memory = 20 * 10**6
+    after = keeper.plan("fused", 2, "stage")
+    assert before.bwd_plan == [range(12)]
+    assert max(len(stage) for stage in after.bwd_plan) == 3  # 6 MB of weights and gradients in half of 60 %
+    model.memory = 100 * 10**6
+    assert keeper.plan("fused", 2, "stage") == before
 
 
 # -- on devices -----------------------------------------------------------------------------------------------------
@@ -268,10 +283,11 @@ def test_a_layer_larger_than_the_device_is_an_error_with_its_size() -> None:
     roundpipe.use_devices("host:1@1MiB")
     wrapped = RoundPipe(nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1024)))
     with (
-        pytest.warns(UserWarning, match="layer 1"),
+        pytest.warns(UserWarning, match="layer 1") as said,
         pytest.raises(roundpipe.errors.DeviceOutOfMemory, match="1048576"),
     ):
         wrapped.forward_backward((torch.randn(2, 4),), loss_fn=lambda out, _: out.sum())
+    assert [warning.filename for warning in said] == [__file__]
     roundpipe.use_devices("host:1@64MiB")
     assert torch.isfinite(wrapped.forward_backward((torch.randn(2, 4),), loss_fn=lambda out, _: out.sum()))
 
