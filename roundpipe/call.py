@@ -25,6 +25,7 @@ from .units import Unit
 if TYPE_CHECKING:
     from torch import nn
 
+    from .announced_step import AnnouncedStep
     from .job_probe import CallProbe
     from .plan import ModelExecutePlan
     from .replica import Attributes
@@ -87,6 +88,7 @@ class Call:
         self.predecessor = predecessor  # the training call before, of this window or the last, that has not settled
         self.probe = probe
         self.gradient_stats: GradientStats | None = None  # None: nobody wants them
+        self.announced: AnnouncedStep | None = None  # the step that this call ends with
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
         self.ambient = Ambient.capture()
@@ -187,6 +189,9 @@ class Call:
                 self.fail(error, worker=worker, job=job)
                 break
             worker.submit(job)
+        else:
+            if self.announced is not None:
+                self.announced.take_tickets(self, jobs)
         handles = [job.handle for job in jobs if job.handle]
         self._finalizer = weakref.finalize(self, _forget_jobs, handles)
         self._finalizer.atexit = False  # the engine ends there, and with it all jobs

@@ -102,6 +102,7 @@ class RoundPipe(nn.Module):
         loss_fn: Callable[[Any, Any], Any] = _sum_of_outputs,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
+        step: CompactOptimizer | None = None,
     ) -> Any:
         """Forward, loss and backward of one batch.
 
@@ -112,6 +113,11 @@ class RoundPipe(nn.Module):
             loss_fn: ``loss_fn(output, label)`` of one microbatch, called on its device; one-element tensor, or a list.
             return_outputs: also give the merged outputs.
             run_config: overrides the model's.
+            step: a compact optimizer, whose exact step belongs to this call: it takes the gradients of this and all
+                earlier calls of the window, updates each layer as soon as its gradients are complete, while lower
+                layers still compute, and reads every hyperparameter before this returns. Do not call ``step`` after it.
+                Not with ``max_grad_norm`` or a loss scale, which ask for all gradients first. The call computes with
+                the newest weights: what an asynchronous step before it left is published first.
 
         Returns:
             The sum of the microbatch losses on the CPU (a list of sums if ``loss_fn`` returns several), or
@@ -123,6 +129,7 @@ class RoundPipe(nn.Module):
             ConfigError, SplitError, PlanError: the arguments cannot be used; nothing was run.
             StageError, DeviceOutOfMemory, HostOutOfMemory: a layer or ``loss_fn`` failed; this call's gradients are
                 dropped, those of earlier calls of the window are kept, and the next call works.
+            PartialStepError: with ``step``, after some layers had been updated; all gradients are dropped.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -136,6 +143,13 @@ class RoundPipe(nn.Module):
             )
         if not callable(loss_fn):
             raise ConfigTypeError(f"forward_backward(loss_fn=...): got {type(loss_fn).__name__}, expected a callable")
+        if step is not None:
+            if not isinstance(step, CompactOptimizer):
+                raise ConfigTypeError(
+                    f"forward_backward(step=...): got {type(step).__name__}, expected an optimizer made for this model "
+                    "by roundpipe.optim.AdamW(model, ...) or its like"
+                )
+            self._check_own(step)
         with self._entered():
             return runs.train(
                 self._state,
@@ -145,6 +159,7 @@ class RoundPipe(nn.Module):
                 label,
                 loss_fn,
                 check_bool("forward_backward(return_outputs=...)", return_outputs),
+                step,
             )
 
     def step(
@@ -179,16 +194,19 @@ class RoundPipe(nn.Module):
             self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)
 
     def _compact_step(self, optimizer: CompactOptimizer, is_async: bool, args: Any, kwargs: Any) -> None:
-        if optimizer._model is not self:
-            raise ConfigError(
-                f"step(): the optimizer was made for the model {optimizer._model.name!r}, not {self.name!r}"
-            )
+        self._check_own(optimizer)
         scaler = kwargs.pop("scaler", None)
         if args or kwargs or not (scaler is None or isinstance(scaler, GradScaler)):
             raise ConfigTypeError(
                 "step(): arguments belong to a step function; a compact optimizer takes only scaler=, a GradScaler"
             )
         optimizer.step(is_async=is_async, scaler=scaler)
+
+    def _check_own(self, optimizer: CompactOptimizer) -> None:
+        if optimizer._model is not self:
+            raise ConfigError(
+                f"step: the optimizer was made for the model {optimizer._model.name!r}, not {self.name!r}"
+            )
 
     def synchronize(self) -> None:
         """Waits for everything. Afterwards the host weights are the newest and ``.grad`` of the model's own parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +21,9 @@ from .interrupts import uninterrupted
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
 from .training_state import TrainingState
+
+if TYPE_CHECKING:
+    from .optim.compact import CompactOptimizer
 
 
 def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,6 +113,7 @@ def train(
     label: Any,
     loss_fn: Callable[[Any, Any], Any],
     return_outputs: bool,
+    step: CompactOptimizer | None,
 ) -> Any:
     """Forward, loss and backward of every microbatch; gives the summed losses, and the outputs if asked for."""
     engine = state.prepare()
@@ -128,8 +132,14 @@ def train(
     call = _make_call(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
+    if step is not None:
+        call.announced = state.announce(step)
     with abandoned_on_error(call):
-        _dispatch(state, call, config, "fused")
+        try:
+            _dispatch(state, call, config, "fused")
+        finally:
+            if call.announced is not None:
+                state.announced(call.announced, call)
         return _results(state, call, config, pieces, return_outputs)
 
 

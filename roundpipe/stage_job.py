@@ -439,6 +439,8 @@ class StageJob:
             if self.call.gradient_stats is not None:
                 self.call.gradient_stats.measure(self._worker, unit, self._gradients_at[unit.key])
             _ops.job_gradients_done(self.handle, self.index[unit.key])
+            if self.call.announced is not None:
+                self.call.announced.handed_over(unit)
 
     def _adopt_replaced(self, worker: Worker, layers: range) -> None:
         """A gradient that autograd or a hook replaced instead of adding to (sparse ones) goes into its place."""

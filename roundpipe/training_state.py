@@ -12,13 +12,14 @@ from torch import nn
 
 from . import _ops
 from . import engine as engines
+from .announced_step import AnnouncedStep
 from .buffers import HostBuffers, undo_all
 from .call import Call
 from .compact_step import CompactStep
 from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, PartialStepError
 from .host_gradients import fold_host_gradients
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
@@ -318,6 +319,29 @@ class TrainingState:
         self.compact.attach(memory)
         self.optimizer = OptimizerParameters(self.units, self.optimizer.dtype)
 
+    def announce(self, optimizer: CompactOptimizer) -> AnnouncedStep:
+        """A step for the end of a call that is about to be made; see :meth:`announced`. Follows ``prepare``."""
+        numbers = optimizer.numbers()
+        if numbers.max_grad_norm is not None:
+            raise ConfigError(
+                "forward_backward(step=...) updates layers before all gradients are there, so there is no global norm: "
+                "set optimizer.max_grad_norm = None, or call model.step(optimizer) after forward_backward."
+            )
+        optimizer.ensure_state(self.drain)
+        if self.compact.has_pending:  # this call, too, computes with the newest weights
+            with uninterrupted():
+                self._submit(self.compact.publish(self._engine(), self.units))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        return AnnouncedStep(self._engine(), optimizer._memory, self.window, numbers)
+
+    def announced(self, step: AnnouncedStep, call: Call) -> None:
+        """The call was dispatched, or not: if so, its step has taken the window."""
+        with uninterrupted():
+            if call in self.window.calls:
+                self.generation += 1
+                self.window = Window()
+                self._submit(step)
+
     def compact_step(self, optimizer: CompactOptimizer, is_async: bool, scaler: GradScaler | None) -> None:
         self.prepare()
         optimizer.ensure_state(self.drain)
@@ -412,6 +436,9 @@ class TrainingState:
             raise error
 
     def _first_failure(self) -> BaseException | None:
+        for task in self._tasks:
+            if isinstance(task.error, PartialStepError):
+                return task.error  # what failed is its cause
         told = [c.error for c in self._calls if c.told]
         failures = [c.error for c in self._calls if c.error is not None and not any(c.error is t for t in told)]
         failures += [t.error for t in self._tasks if t.error is not None]

@@ -1,0 +1,147 @@
+"""Steps announced with their call: the results of exact steps, earlier; and what a failure leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, errors, optim
+from roundpipe import engine as engines
+from roundpipe.errors import PartialStepError, RoundPipeError
+
+from . import by_hand
+from .faults import five_layer_plan, trapped_model
+from .plans import one_layer_stages
+from .test_failures import batch, mse
+
+STEPS = 8
+
+
+def announce(wrapped: RoundPipe, optimizer: Any, case: str, number: int, dtype: torch.dtype, calls: int = 1) -> float:
+    for call in range(calls - 1):
+        by_hand.run_call(wrapped, case, number * calls + call, dtype)
+    args, label = by_hand.batch_of(case, 6, number * calls + calls - 1, dtype)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(wrapped.num_layers))
+    loss = wrapped.forward_backward(args, label=label, loss_fn=by_hand.loss_of(case), run_config=config, step=optimizer)
+    return float(loss)
+
+
+@pytest.mark.parametrize("case", ["decoder", "unused", "frozen", "shared_module"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_results_are_those_of_exact_steps(devices: int, case: str) -> None:
+    losses, masters, _ = by_hand.train_by_hand(case, STEPS, False)
+    roundpipe.use_devices(f"host:{devices}")
+    _ops.engine_inject(engines.current().handle, "delay", devices, 300)
+    wrapped = RoundPipe(by_hand.make(case))
+    optimizer = optim.AdamW(wrapped)
+    got = [announce(wrapped, optimizer, case, number, torch.bfloat16) for number in range(STEPS)]
+    assert got == losses
+    found = dict(optimizer.named_masters())
+    assert [name for name in masters if not torch.equal(found[name], masters[name])] == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_it_takes_the_whole_window_and_may_alternate_with_other_steps() -> None:
+    roundpipe.use_devices("host:3")
+    results = []
+    for announced in (False, True):
+        wrapped = RoundPipe(by_hand.make("mlp"))
+        optimizer = optim.AdamW(wrapped, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        losses: list[float] = []
+        for number in range(6):
+            if number % 3 == 2:  # an asynchronous result is published before an announced call computes
+                losses.append(by_hand.run_call(wrapped, "mlp", 2 * number, torch.bfloat16))
+                wrapped.step(optimizer, is_async=True)
+                if not announced:
+                    wrapped.synchronize()
+                continue
+            calls = 1 + number % 3
+            if announced:
+                losses.append(announce(wrapped, optimizer, "mlp", number, torch.bfloat16, calls))
+            else:
+                numbers = range(number * calls, (number + 1) * calls)
+                losses += [by_hand.run_call(wrapped, "mlp", k, torch.bfloat16) for k in numbers][-1:]
+                wrapped.step(optimizer, is_async=False)
+            scheduler.step()
+        wrapped.synchronize()
+        results.append((losses, dict(optimizer.named_masters())))
+    assert results[0][0] == results[1][0]
+    assert [name for name, value in results[0][1].items() if not torch.equal(value, results[1][1][name])] == []
+
+
+def run(wrapped: RoundPipe, seed: int, optimizer: Any) -> float:
+    x, label = batch(seed)
+    torch.manual_seed(seed)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=five_layer_plan())
+    return float(
+        wrapped.forward_backward(
+            (x.bfloat16(),),
+            label=label,
+            loss_fn=lambda out, want: mse(out.float(), want),
+            run_config=config,
+            step=optimizer,
+        )
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(("layer", "kind"), [(0, "backward"), (4, "forward")])
+def test_a_failure_says_whether_layers_were_updated(devices: int, layer: int, kind: str) -> None:
+    """In the lowest layer's backward the upper ones are updated already; in the forward nothing is."""
+    roundpipe.use_devices(f"host:{devices}")
+    wrapped = RoundPipe(trapped_model(5, dropout=0.0).bfloat16())
+    optimizer = optim.SGD(wrapped, lr=0.1)
+    run(wrapped, 0, optimizer)
+    wrapped.synchronize()
+    before = {name: p.detach().clone() for name, p in wrapped.model.named_parameters()}
+    trap = wrapped.model[layer].trap
+    trap.arm(kind, 1, ValueError("no more"))
+    with pytest.raises(RoundPipeError, match="no more") as caught:
+        run(wrapped, 1, optimizer)
+        wrapped.synchronize()
+    trap.disarm()
+    changed = {
+        int(name.split(".")[0]) for name, p in wrapped.model.named_parameters() if not torch.equal(p, before[name])
+    }
+    if kind == "backward":
+        assert isinstance(caught.value, PartialStepError) and isinstance(caught.value.__cause__, RoundPipeError)
+        assert set(caught.value.layers) == changed and {3, 4} <= changed and 0 not in changed
+    else:
+        assert not isinstance(caught.value, PartialStepError) and not changed
+    run(wrapped, 2, optimizer)
+    wrapped.synchronize()
+    assert not torch.equal(wrapped.model[0].linear.weight, before["0.linear.weight"])
+
+
+def test_a_failure_before_any_update_keeps_the_windows_earlier_calls() -> None:
+    roundpipe.use_devices("host:2")
+    results = []
+    for fails in (False, True):
+        wrapped = RoundPipe(trapped_model(5, dropout=0.0).bfloat16())
+        optimizer = optim.SGD(wrapped, lr=0.1)
+        run(wrapped, 0, None)
+        if fails:
+            wrapped.model[4].trap.arm("forward", 0, ValueError("no more"))
+            with pytest.raises(RoundPipeError, match="no more"):
+                run(wrapped, 7, optimizer)
+            wrapped.model[4].trap.disarm()
+        run(wrapped, 1, optimizer)
+        wrapped.synchronize()
+        results.append({name: p.detach().clone() for name, p in wrapped.model.named_parameters()})
+    assert [name for name, value in results[0].items() if not torch.equal(value, results[1][name])] == []
+
+
+def test_what_cannot_be_announced() -> None:
+    roundpipe.use_devices("host:1")
+    wrapped, other = RoundPipe(by_hand.make("mlp")), RoundPipe(by_hand.make("mlp"))
+    clipped = optim.AdamW(wrapped, max_grad_norm=1.0)
+    for step, message in ((clipped, "max_grad_norm = None"), (optim.AdamW(other), "was made for"), (3, "got int")):
+        with pytest.raises(errors.ConfigError, match=message):
+            announce(wrapped, step, "mlp", 0, torch.bfloat16)
+    clipped.max_grad_norm = None
+    announce(wrapped, clipped, "mlp", 0, torch.bfloat16)
+    wrapped.synchronize()
