@@ -184,7 +184,7 @@ def _check_model(model: object) -> None:
 
 def _is_quantized(model: nn.Module) -> bool:
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    if any(getattr(module, flag, False) is True for module in (model, *model.children()) for flag in flags):
+    if any(getattr(module, flag, False) is True for module in model.modules() for flag in flags):
         return True
     return any(type(p).__name__ in ("Int8Params", "Params4bit") for p in model.parameters())
 

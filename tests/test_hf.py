@@ -114,7 +114,7 @@ def test_state_between_layers_keeps_constants_and_holds_plain_tensors():
     following = sequential[1](state)
     assert all(a is b for a, b in zip(state[1], following[1], strict=True))
     assert all(isinstance(t, torch.Tensor) and not t.requires_grad for t in state[1])
-    leaves = [leaf for call in (*state[2].blocks, state[2].head) for leaf in call.leaves]
+    leaves = [leaf for call in (*state[3].blocks, state[3].head) for leaf in call.leaves]
     assert not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
@@ -124,8 +124,8 @@ def test_constants_may_live_elsewhere_than_where_they_were_made():
     sequential = causal_lm_to_sequential(model)
     batch = make_batch(padding="left")
     wanted = model(**batch).logits
-    hidden, constants, plan = sequential[0](**batch)
-    state = (hidden.clone(), tuple(c.clone() for c in constants), plan)
+    hidden, constants, _, plan = sequential[0](**batch)
+    state = (hidden.clone(), tuple(c.clone() for c in constants), (), plan)
     for constant in constants:
         constant.fill_(float("nan") if constant.is_floating_point() else 0)
     for layer in sequential[1:]:

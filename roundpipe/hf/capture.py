@@ -12,7 +12,7 @@ call makes its own stubs and its own `CallRecorder`, and grafts them into a shal
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,15 +227,21 @@ def run_until_last_block(root: nn.Module, path: tuple[str, ...], traits: BlockTr
 
 
 def run_after_last_block(
-    root: nn.Module, path: tuple[str, ...], traits: BlockTraits, hidden: Tensor, kwargs: dict[str, Any]
+    root: nn.Module,
+    path: tuple[str, ...],
+    traits: BlockTraits,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    on_block: Callable[[int], None] = lambda index: None,
 ) -> Any:
     """Runs what the forward of `root` does behind its last block, on the hidden state that block returned.
 
     The forward needs some input to start from; it gets the hidden state as embeddings, and the stubs forget what became
-    of that. Detached, so that nothing before the blocks enters the graph.
+    of that. Detached, so that nothing before the blocks enters the graph. `on_block(index)` runs in each block's place.
     """
 
     def on_call(index: int, args: tuple, kwargs: dict[str, Any]):
+        on_block(index)
         return traits.result(hidden)
 
     version = hidden._version

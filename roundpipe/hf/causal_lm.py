@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.hf import router_logits
+from roundpipe.hf.adapters import is_peft_model, model_with_adapters
 from roundpipe.hf.capture import BlockTraits, block_traits, graft, run_after_last_block, shallow_copy, stub_list
 from roundpipe.hf.layers import BlockLayer, HeadLayer, PrefixLayer, trunk_arguments, uses_chunkable_loss
 
@@ -19,7 +21,10 @@ __all__ = ["causal_lm_to_sequential", "is_causal_lm"]
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether this is a decoder-only causal language model of transformers. Does not import transformers."""
+    """Whether this is a decoder-only causal language model of transformers, with or without adapters of PEFT. Does not
+    import transformers."""
+    if is_peft_model(model):
+        model = model.get_base_model()
     if not any(
         c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).__mro__
     ):
@@ -41,19 +46,30 @@ def causal_lm_to_sequential(model: nn.Module) -> nn.Sequential:
     it returned; the last one returns the model's own output. Raises NotImplementedError, with the reason, for a model
     whose trunk is not one chain of blocks.
     """
+    if is_peft_model(model):
+        model = model_with_adapters(model)
     path = _find_blocks(model)
     blocks = model.get_submodule(".".join(path))
-    before, after, hidden, tuple_length = _probe(model, path, blocks)
-    traits = block_traits(blocks, tuple_length)
-    in_head = _probe_head(model, path, traits, hidden)
+    try:
+        before, after, hidden, tuple_length = _probe(model, path, blocks)
+        traits = block_traits(blocks, tuple_length)
+        in_head = _probe_head(model, path, traits, hidden)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise NotImplementedError(
+            f"{type(model).__name__}.forward cannot be followed with stubs in place of its blocks "
+            f"({type(error).__name__}: {error})"
+        ) from error
     trunk = model.get_submodule(".".join(path[:-1]))
+    collects = router_logits.can_collect(trunk)
     projection = model.get_output_embeddings()
     projection_path = _path_of(model, projection) if uses_chunkable_loss(model, projection) else None
 
     prefix = _skeleton(model, path, drop=after - before)
     head = _skeleton(model, path, drop=before - in_head)
     layers = [
-        PrefixLayer(prefix, path, traits, trunk_arguments(model, trunk)),
+        PrefixLayer(prefix, path, traits, trunk_arguments(model, trunk), collects),
         *(BlockLayer(block, index) for index, block in enumerate(blocks)),
         HeadLayer(head, path, traits, projection_path),
     ]

@@ -1,8 +1,9 @@
 """The layers of a converted causal language model: prefix, blocks, head.
 
-They hand one tuple to each other, `(hidden_states, constants, plan)`: the hidden state [B, S, H], the tensors that
-later layers need as they are (masks, position embeddings, labels, ...) and a `CallPlan`, which says where in a layer's
-arguments each of them belongs. The plan holds no tensor, so the tuple may travel to any device.
+They hand one tuple to each other, `(hidden_states, constants, router_logits, plan)`: the hidden state [B, S, H], the
+tensors that later layers need as they are (masks, position embeddings, labels, ...), for each block so far the logits
+of its routers if they were asked for, and a `CallPlan`, which says where in a layer's arguments each of the constants
+belongs. The plan holds no tensor, so the tuple may travel to any device.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.hf.capture import BlockTraits, CallTemplate, graft, run_after_last_block, run_until_last_block
+from roundpipe.hf.pending_logits import LogitsAreTransformed, PendingLogits
+from roundpipe.hf.router_logits import append_router_logits, collecting_router_logits
+from roundpipe.hf.routing import call_replaying_routes
 from roundpipe.models.function import causal_lm_loss
 
 __all__ = ["BlockLayer", "CallPlan", "HeadLayer", "LayerState", "PrefixLayer"]
 
 logger = logging.getLogger(__name__)
 
-_REFUSED_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_REFUSED_OUTPUTS = ("output_hidden_states", "output_attentions")
+_ROUTER_LOGITS = "output_router_logits"
 _CACHES = ("cache", "past_key_values")
 
 
@@ -34,24 +39,32 @@ class CallPlan:
     head: CallTemplate
     return_logits: bool
     return_dict: bool
+    router_logits: bool
 
 
-LayerState = tuple[Tensor, tuple[Tensor, ...], CallPlan]
+RouterLogits = tuple[tuple[Tensor, ...], ...]
+LayerState = tuple[Tensor, tuple[Tensor, ...], RouterLogits, CallPlan]
 
 
 class PrefixLayer(nn.Module):
     """All that comes before the first block. Takes the arguments of the model's own forward and `return_logits`."""
 
     def __init__(
-        self, skeleton: nn.Module, path: tuple[str, ...], traits: BlockTraits, trunk_arguments: frozenset[str]
+        self,
+        skeleton: nn.Module,
+        path: tuple[str, ...],
+        traits: BlockTraits,
+        trunk_arguments: frozenset[str],
+        collects_router_logits: bool,
     ) -> None:
         """skeleton: the model without its blocks and head; path: where the blocks belong in it; trunk_arguments: names
-        of the arguments that only the trunk looks at."""
+        of the arguments that only the trunk looks at; collects_router_logits: whether blocks can give them."""
         super().__init__()
         self.skeleton = skeleton
         self._path = path
         self._traits = traits
         self._trunk_arguments = trunk_arguments
+        self._collects_router_logits = collects_router_logits
         self._signature = inspect.signature(type(skeleton).forward)
 
     def forward(self, *args, return_logits: bool = True, **kwargs) -> LayerState:
@@ -63,10 +76,14 @@ class PrefixLayer(nn.Module):
             return_dict = getattr(self.skeleton.config, "return_dict", True)
         if not return_logits and call.get("labels") is None:
             raise ValueError("return_logits=False without labels leaves nothing to return; pass labels")
-        head = {name: value for name, value in call.items() if name not in self._trunk_arguments}
+        routers = bool(call.get(_ROUTER_LOGITS))
+        hidden_from_head = self._trunk_arguments
+        if routers:  # the loss that balances the experts leaves padding out
+            hidden_from_head = hidden_from_head - {_ROUTER_LOGITS, "attention_mask"}
+        head = {name: value for name, value in call.items() if name not in hidden_from_head}
         recorder = run_until_last_block(self.skeleton, self._path, self._traits, (), call)
-        plan = CallPlan(tuple(recorder.calls), recorder.template(head), bool(return_logits), bool(return_dict))
-        return recorder.hidden, tuple(recorder.constants), plan
+        plan = CallPlan(tuple(recorder.calls), recorder.template(head), bool(return_logits), bool(return_dict), routers)
+        return recorder.hidden, tuple(recorder.constants), (), plan
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, checked."""
@@ -88,6 +105,13 @@ class PrefixLayer(nn.Module):
                     f"{name} is set: results of single blocks stay where the block runs; unset it in the call and in "
                     "the model's config"
                 )
+        if call.get(_ROUTER_LOGITS) is None and getattr(self.skeleton.config, _ROUTER_LOGITS, False):
+            call[_ROUTER_LOGITS] = True
+        if call.get(_ROUTER_LOGITS) and not self._collects_router_logits:
+            raise NotImplementedError(
+                f"{_ROUTER_LOGITS} is set, but {type(self.skeleton).__name__} does not tell where its routers are; "
+                "unset it in the call and in the model's config"
+            )
         call["use_cache"] = False
         return call
 
@@ -99,31 +123,38 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.block = block
         self._index = index
+        self._routes: bool | None = None  # whether this block chooses experts; a fact, the same from every thread
 
     def forward(self, state: LayerState) -> LayerState:
         """The state with this block's hidden state; constants and plan are passed on as they are."""
-        hidden, constants, plan = state
+        hidden, constants, router_logits, plan = state
         args, kwargs = plan.blocks[self._index].fill(hidden, constants)
-        output = self.block(*args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output, constants, plan
 
+        def run():
+            output, routes = call_replaying_routes(lambda: self.block(*args, **kwargs), self._routes)
+            if routes is not self._routes:
+                self._routes = routes
+            return output
 
-class _LogitsAreTransformed(Exception):
-    """The model computes on its logits before the loss, so they cannot be left out."""
+        if plan.router_logits:
+            output, own = collecting_router_logits(run)
+            router_logits = (*router_logits, own)
+        else:
+            output = run()
+        return output[0] if isinstance(output, tuple) else output, constants, router_logits, plan
 
 
 class _NoLogits(nn.Module):
-    """In the place of the output projection: keeps its input and returns a marker of vocabulary size zero."""
+    """In the place of the output projection: its result stands for the logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, projection: nn.Module) -> None:
         super().__init__()
-        self.kept: Tensor | None = None
-        self.marker: Tensor | None = None
+        # Some models look at its dtype. No parameters: those belong to the projection.
+        self.__dict__.update(weight=projection.weight, bias=projection.bias)
+        self._vocabulary = projection.out_features
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        self.kept = hidden_states
-        self.marker = hidden_states.new_empty((*hidden_states.shape[:-1], 0))
-        return self.marker
+        return PendingLogits.of(hidden_states, self._vocabulary)
 
 
 class HeadLayer(nn.Module):
@@ -142,47 +173,60 @@ class HeadLayer(nn.Module):
     def forward(self, state: LayerState) -> Any:
         """The model's own output (its ModelOutput, or a tuple with return_dict=False). With return_logits=False its
         logits are None, and no more than one chunk of them has existed."""
-        hidden, constants, plan = state
+        hidden, constants, router_logits, plan = state
         kwargs = plan.head.fill(None, constants)
         kwargs.update(use_cache=False, return_dict=True)
+
+        def run(skeleton: nn.Module) -> Any:
+            return run_after_last_block(
+                skeleton,
+                self._path,
+                self._traits,
+                hidden,
+                kwargs,
+                on_block=lambda index: append_router_logits(router_logits[index]) if router_logits else None,
+            )
+
         output = None
         if plan.return_logits:
-            output = self._run(self.skeleton, hidden, kwargs)
+            output = run(self.skeleton)
         else:
             if self._projection is not None:
                 try:
-                    output = self._run(self._without_logits(), hidden, kwargs)
-                except _LogitsAreTransformed:
+                    output = run(self._without_logits())
+                except LogitsAreTransformed:
                     logger.debug("%s transforms its logits; they are computed whole", type(self.skeleton).__name__)
             if output is None:
-                output = self._run(self.skeleton, hidden, kwargs)
+                output = run(self.skeleton)
             output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
         return output if plan.return_dict else output.to_tuple()
-
-    def _run(self, skeleton: nn.Module, hidden: Tensor, kwargs: dict[str, Any]) -> Any:
-        return run_after_last_block(skeleton, self._path, self._traits, hidden, kwargs)
 
     def _without_logits(self) -> nn.Module:
         """A copy of the skeleton whose output projection and loss are replaced by the chunked loss."""
         projection = self.skeleton
         for name in self._projection:
             projection = projection._modules[name]
-        stand_in = _NoLogits()
-        skeleton = graft(self.skeleton, self._projection, stand_in)
+        skeleton = graft(self.skeleton, self._projection, _NoLogits(projection))
 
         def loss_function(
             logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_
         ) -> Tensor:
-            if logits is not stand_in.marker:
-                raise _LogitsAreTransformed
+            if not isinstance(logits, PendingLogits):
+                raise LogitsAreTransformed
+            transform = logits.transform()
+            hidden, bias = logits.hidden, projection.bias
+            if transform.scale != 1.0:
+                hidden = hidden * transform.scale
+                bias = None if bias is None else bias * transform.scale
             return causal_lm_loss(
-                stand_in.kept,
+                hidden,
                 projection.weight,
                 labels,
-                bias=projection.bias,
+                bias=bias,
                 num_items_in_batch=num_items_in_batch,
                 ignore_index=ignore_index,
                 shift_labels=shift_labels,
+                softcap=transform.softcap,
             )
 
         skeleton.loss_function = loss_function

@@ -31,13 +31,14 @@ def _shift(labels: Tensor, ignore_index: int) -> Tensor:
 
 class ChunkedCompileLinearForCausalLMLoss(torch.autograd.Function):
     """`apply(hidden_states, weight, labels, bias=None, num_items_in_batch=None, ignore_index=-100,
-    shift_labels=None, chunk_tokens=None)` -> scalar fp32 loss.
+    shift_labels=None, chunk_tokens=None, softcap=0.0)` -> scalar fp32 loss.
 
     hidden_states: [..., S, H] floating point, the input of the output projection. weight: [V, H]; bias: [V] or None.
     labels: [..., S] int64, the tokens themselves: position s is scored on labels[..., s + 1], the last position on
     nothing. shift_labels: the same shape, already shifted; then labels may be None. Positions whose label is
     `ignore_index` count nowhere. The loss is the mean over the counted positions, or their sum divided by
     `num_items_in_batch` (number or 0-dim tensor). chunk_tokens: tokens per chunk (default: from V).
+    softcap: when not 0, logits become `softcap * tanh(logits / softcap)`.
 
     Logits are computed in the dtype of the inputs (or of autocast) and reduced in fp32; the gradient of `weight` is
     summed over the chunks in fp32. On a GPU the chunk's arithmetic is compiled unless RPP_DISABLE_TORCH_COMPILE=1.
@@ -55,6 +56,7 @@ class ChunkedCompileLinearForCausalLMLoss(torch.autograd.Function):
         ignore_index=-100,
         shift_labels=None,
         chunk_tokens=None,
+        softcap=0.0,
     ):
         targets = _shift(labels, ignore_index) if shift_labels is None else shift_labels
         if targets.shape != hidden_states.shape[:-1]:
@@ -75,6 +77,7 @@ class ChunkedCompileLinearForCausalLMLoss(torch.autograd.Function):
             targets_T,
             None if bias is None else bias.detach().to(dtype),
             ignore_index=ignore_index,
+            softcap=softcap,
             chunk_tokens=chunk_tokens or 0,
             needs_hidden=ctx.needs_input_grad[0],
             needs_weight=ctx.needs_input_grad[1],
@@ -106,7 +109,7 @@ class ChunkedCompileLinearForCausalLMLoss(torch.autograd.Function):
         )
         if hidden is not None:
             hidden = hidden.view(ctx.hidden_shape)
-        return hidden, weight, None, bias, None, None, None, None
+        return hidden, weight, None, bias, None, None, None, None, None
 
 
 def causal_lm_loss(
@@ -119,8 +122,9 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     chunk_tokens: int | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`ChunkedCompileLinearForCausalLMLoss` with keyword arguments; see there for shapes and meaning."""
     return ChunkedCompileLinearForCausalLMLoss.apply(
-        hidden_states, weight, labels, bias, num_items_in_batch, ignore_index, shift_labels, chunk_tokens
+        hidden_states, weight, labels, bias, num_items_in_batch, ignore_index, shift_labels, chunk_tokens, softcap
     )
