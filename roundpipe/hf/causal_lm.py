@@ -6,7 +6,8 @@ before and behind them is seen by running the model's own forward once on two to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,17 +51,10 @@ def causal_lm_to_sequential(model: nn.Module) -> nn.Sequential:
         model = model_with_adapters(model)
     path = _find_blocks(model)
     blocks = model.get_submodule(".".join(path))
-    try:
+    with _unfollowable_is_not_implemented(model):
         before, after, hidden, tuple_length = _probe(model, path, blocks)
         traits = block_traits(blocks, tuple_length)
         in_head = _probe_head(model, path, traits, hidden)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, NotImplementedError):
-            raise
-        raise NotImplementedError(
-            f"{type(model).__name__}.forward cannot be followed with stubs in place of its blocks "
-            f"({type(error).__name__}: {error})"
-        ) from error
     trunk = model.get_submodule(".".join(path[:-1]))
     collects = router_logits.can_collect(trunk)
     projection = model.get_output_embeddings()
@@ -73,10 +67,32 @@ def causal_lm_to_sequential(model: nn.Module) -> nn.Sequential:
         *(BlockLayer(block, index) for index, block in enumerate(blocks)),
         HeadLayer(head, path, traits, projection_path),
     ]
+    with _unfollowable_is_not_implemented(model):
+        _try_ends(layers[0], layers[-1])
     sequential = nn.Sequential(*layers)
     sequential.train(model.training)
     _check_nothing_lost(model, sequential)
     return sequential
+
+
+@contextlib.contextmanager
+def _unfollowable_is_not_implemented(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise NotImplementedError(
+            f"{type(model).__name__}.forward cannot be followed with stubs in place of its blocks "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _try_ends(prefix: nn.Module, head: nn.Module) -> None:
+    """Prefix and head must do without what the other one has: a module may be used without being called."""
+    kwargs = {"output_router_logits": False} if getattr(prefix.skeleton.config, "output_router_logits", False) else {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        head(prefix(input_ids=torch.zeros(1, 2, dtype=torch.int64), **kwargs))
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, ...]:
