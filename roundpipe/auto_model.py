@@ -145,17 +145,17 @@ class AutoRoundPipe(RoundPipe):
             pipe.__dict__["training"] = mode
         return self
 
-    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
-        """The model's own forward; what it gives on the host. See ``RoundPipe.forward`` for autograd and waiting."""
+    def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, on the copy of its tree."""
         with self._entered():
-            if roundpipe_run_config is not None:
-                _refuse_plan(roundpipe_run_config, "roundpipe_run_config")
+            if run_config is not None:
+                _refuse_plan(run_config, "roundpipe_run_config")
             state, settings, tree = self._state, self._settings, self._tree
             state.prepare()
             self._left.check()
             state.wait_host_read()
             tree.begin()
-            before, settings.call = (settings.call, state.whole_call), roundpipe_run_config
+            before, settings.call = (settings.call, state.whole_call), run_config
             state.whole_call = True
             try:
                 out = tree.root(*args, **kwargs)
@@ -163,7 +163,7 @@ class AutoRoundPipe(RoundPipe):
                 settings.call, state.whole_call = before
                 tree.push()
             _refuse_lost(out)
-            config = self._resolve(roundpipe_run_config)
+            config = self._resolve(run_config)
             return out if config.merge_output is False else _merged(out)
 
     @property

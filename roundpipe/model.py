@@ -88,8 +88,13 @@ class RoundPipe(nn.Module):
         require them. Under ``torch.no_grad()`` it uses the newest weights that are complete; call ``synchronize()``
         first to have those of a step that still runs. Returns when the outputs are on the host.
         """
+        if torch.compiler.is_compiling():  # a part of what the caller has compiled
+            return _outside_graphs(self._forward, args, roundpipe_run_config, kwargs)
+        return self._forward(args, roundpipe_run_config, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:
         with self._entered():
-            config = self._resolve(roundpipe_run_config)
+            config = self._resolve(run_config)
             if config.requires_grad:
                 return runs.forward(self._state, self._entered, config, args, kwargs)
             return runs.infer(self._state, config, args, kwargs)
@@ -440,6 +445,12 @@ class RoundPipe(nn.Module):
         return resolve(
             self._config, config, devices=engines.current().device_count, grad_enabled=torch.is_grad_enabled()
         )
+
+
+@torch._disable_dynamo
+def _outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls it between two graphs of torch.compile, which cannot look into an engine."""
+    return function(*args)
 
 
 def check_arguments(

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.compiled import rebound
 from roundpipe.errors import ConfigError
+from roundpipe.roundpipe import AutoRoundPipe
 
 from . import oracle
 
@@ -76,8 +77,16 @@ def plain_twin(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer)
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("make", [wrapped_linear, wrapped_own, in_place, inside, CompiledMethod])
+@pytest.mark.parametrize(
+    ("make", "grain"),
+    [
+        (wrapped_linear, "stage"),
+        (wrapped_own, "layer"),
+        (in_place, "stage"),
+        (inside, "layer"),
+        (CompiledMethod, "stage"),
+    ],
+)
 def test_compiled_layers_train(make: Callable[[], nn.Module], grain: str) -> None:
     torch._dynamo.reset()
     roundpipe.use_devices("host:2")
@@ -111,3 +120,49 @@ def test_what_cannot_be_followed_is_refused_and_what_is_foreign_left_alone() -> 
     opaque._torchdynamo_orig_callable = layer.forward  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"Linear\.forward.*torch\.compile\(layer\)"):
         rebound(opaque, {id(layer): twin})
+
+
+class Outer(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 8)
+        self.body = wrap(nn.Sequential(Own(), nn.Linear(8, 2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.head(x).relu()) * 2.0
+
+
+def parts(model: nn.Module) -> nn.Module:
+    wrapped = wrap_model_to_roundpipe(Chain(model), lower_threshold=1, upper_threshold=0)
+    assert isinstance(wrapped, AutoRoundPipe)
+    return wrapped
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers.children())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [RoundPipe, parts])
+def test_a_wrapped_model_inside_a_compiled_one(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    outer, plain = Outer(wrap), Outer(lambda body: body)
+    compiled = torch.compile(outer, backend="aot_eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 4)
+        got, want = compiled(x), plain(x)
+        oracle.assert_close_to_scale(got.detach(), want.detach(), "output")
+        got.square().sum().backward()
+        want.square().sum().backward()
+    outer.body.synchronize()  # type: ignore[operator, union-attr]
+    for mine, other in zip([*outer.head.parameters(), *outer.body.model.parameters()], plain.parameters(), strict=True):  # type: ignore[union-attr]
+        oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")
