@@ -179,7 +179,8 @@ def test_the_benchmark_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     import offload
 
-    assert offload.main(["--model", "tiny", "--tokens", "32", "--iterations", "1", "--results", str(tmp_path)]) == 0
+    options = ["--model", "tiny", "--tokens", "32", "--iterations", "1", "--device", "cpu", "--results", str(tmp_path)]
+    assert offload.main(options) == 0
     result = json.loads(next(tmp_path.glob("offload-*.json")).read_text())
     assert set(result["modes"]) == {"plain", "checkpointed", "offloaded"}
     assert result["agree"] and result["modes"]["offloaded"]["offloaded_bytes"] > 0

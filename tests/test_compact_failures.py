@@ -63,6 +63,7 @@ def test_copies_fail_while_steps_are_taken(devices: int, is_async: bool) -> None
 
     failures = 0
     for seed in range(16):
+        buffers = [buffer.clone() for buffer in wrapped.model.buffers()]
         _ops.engine_inject(handle, "fail_copy", 5 * seed + 2, 0)
         try:
             iterate(seed)
@@ -70,6 +71,8 @@ def test_copies_fail_while_steps_are_taken(devices: int, is_async: bool) -> None
             failures += 1
             _ops.engine_inject(handle, "fail_copy", -1, 0)
             wrapped.zero_grad()
+            for buffer, before in zip(wrapped.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # a forward that returned before the failure has written its statistics
             iterate(seed)
         _ops.engine_inject(handle, "fail_copy", -1, 0)
     assert failures > 5

@@ -1,6 +1,7 @@
 #include "core/activation_store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -28,6 +29,20 @@ void check_ranges(const char* call, const std::vector<DeviceBytes>& ranges) {
   }
 }
 
+// What a download holds. It is over before anything is let go: the framework hands the memory to another tensor at
+// once.
+struct Held {
+  Held(std::shared_ptr<void> tensors_, std::shared_ptr<Record> record_)
+      : tensors(std::move(tensors_)), record(std::move(record_)) {}
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() { over->store(true); }
+
+  const std::shared_ptr<std::atomic<bool>> over = std::make_shared<std::atomic<bool>>(false);
+  const std::shared_ptr<void> tensors;
+  const std::shared_ptr<Record> record;
+};
+
 }  // namespace
 
 struct ActivationStore::State {
@@ -49,7 +64,7 @@ struct ActivationStore::State {
   void begin_life(Device& device, Stream& compute, const std::vector<DeviceBytes>& ranges, const char* what) {
     if (checker == nullptr) return;
     std::lock_guard lock(reading_mutex);
-    std::erase_if(reading, [](const Reading& read) { return read.download->complete(); });
+    std::erase_if(reading, [](const Reading& read) { return read.over->load(); });
     for (const DeviceBytes& range : ranges) {
       char* at = static_cast<char*>(range.data);
       char* const end = at + range.bytes;
@@ -62,14 +77,14 @@ struct ActivationStore::State {
     }
   }
 
-  void reads(const std::vector<DeviceBytes>& sources, const std::shared_ptr<Handover>& download) {
+  void reads(const std::vector<DeviceBytes>& sources, const std::shared_ptr<std::atomic<bool>>& over) {
     if (checker == nullptr) return;
     std::lock_guard lock(reading_mutex);
     for (const DeviceBytes& source : sources) {
       char* const begin = static_cast<char*>(source.data);
       const auto place =
           std::find_if(reading.begin(), reading.end(), [&](const Reading& r) { return r.begin > begin; });
-      reading.insert(place, {begin, begin + source.bytes, download});
+      reading.insert(place, {begin, begin + source.bytes, over});
     }
   }
 
@@ -77,7 +92,7 @@ struct ActivationStore::State {
   struct Reading {
     char* begin;
     char* end;
-    std::shared_ptr<Handover> download;
+    std::shared_ptr<std::atomic<bool>> over;
   };
 
   void live_from(Device& device, Stream& compute, char* begin, char* end, const char* what) {
@@ -117,11 +132,10 @@ std::shared_ptr<Record> ActivationStore::stash(Device& device, TransferEngine& e
     request.segments.push_back({record->host(i), sources[i].data, sources[i].bytes});
   }
   request.before = [&device, computed](Stream& download) { device.wait(download, *computed); };
-  request.keep_alive =
-      std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<Record>>>(std::move(keep_alive), record);
-  std::shared_ptr<Handover> download = engine.submit(std::move(request), state_->max_outstanding_bytes);
-  state_->reads(sources, download);
-  record->set_download(std::move(download));
+  auto held = std::make_shared<Held>(std::move(keep_alive), record);
+  state_->reads(sources, held->over);
+  request.keep_alive = std::move(held);
+  record->set_download(engine.submit(std::move(request), state_->max_outstanding_bytes));
   return record;
 }
 

@@ -332,6 +332,26 @@ TEST_F(ActivationStoreTest, ViewsOfOneTensorAreStashedAtTheSameTime) {
   EXPECT_EQ(reports(), kSilent);
 }
 
+TEST_F(ActivationStoreTest, MemoryIsReusedTheMomentThatItsDownloadLetsGo) {
+  for (std::size_t i = 0; i < 20; ++i) {
+    const auto memory = Tensors::filled({400}, i);
+    const auto other = stash(0, Tensors::filled({400}, i + 1));
+    std::promise<void> let_go, reused;
+    std::shared_ptr<void> tensor(memory.get(), [&](void*) {  // what a tensor's last owner does
+      let_go.set_value();
+      reused.get_future().wait();
+    });
+    const auto record = store->stash(backend->device(0), *engines[0], *compute[0], memory->ranges(),
+                                     Traffic::kActivations, std::move(tensor));
+    let_go.get_future().wait();
+    const auto up = fetch(0, other, memory);
+    reused.set_value();
+    ASSERT_TRUE(store->fetch_wait(backend->device(0), *up, *compute[0], memory->ranges(), kLong));
+    EXPECT_EQ(memory->data[0], pattern(400, i + 1));
+  }
+  EXPECT_EQ(reports(), kSilent);
+}
+
 TEST_F(ActivationStoreTest, AFailureOfAnyCopyReachesWhoDependsOnIt) {
   const auto message = [](const std::function<bool()>& call) -> std::string {
     try {
