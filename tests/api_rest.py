@@ -145,6 +145,24 @@ def the_compact_path() -> None:
 
 
 @row
+def an_announced_step_equals_a_step_of_its_own() -> None:
+    """forward_backward(..., step=optimizer): the call ends the window, and its exact step belongs to it."""
+    states = []
+    for announced in (False, True):
+        wrapped = RoundPipe(net())
+        optimizer = roundpipe.optim.AdamW(wrapped, lr=0.1, master="float32")
+        for _ in range(3):
+            wrapped.forward_backward((X,), loss_fn=square_sum)  # accumulates
+            if announced:
+                wrapped.forward_backward((X,), loss_fn=square_sum, step=optimizer)
+            else:
+                wrapped.forward_backward((X,), loss_fn=square_sum)
+                wrapped.step(optimizer, is_async=False)
+        states.append(copy.deepcopy(wrapped.state_dict()))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@row
 def torchs_optimizers_inside_a_context() -> None:
     """OptimizerCtx(): torch's own optimizers and clip_grad_norm_ train the wrapped model."""
     wrapped, plain = RoundPipe(net()), net()

@@ -226,6 +226,8 @@ case("run_config_dict", TypeError, "RoundPipeRunConfig", lambda w: w.train(run_c
 case("run_config_class", TypeError, "RoundPipeRunConfig", lambda w: w.train(run_config=Config))
 case("train_without_grad", RuntimeError, "gradients disabled", _without_grad)
 case("train_in_inference_mode", RuntimeError, "inference_mode", _in_inference_mode)
+case("announced_function", TypeError, "step", lambda w: w.train(step=w.update))
+case("announced_other_kind", TypeError, "step", lambda w: w.train(step=w.optimizer))
 case("train_unknown_argument", TypeError, "inputs", lambda w: w.model.forward_backward(inputs=(w.x,)))
 
 # -- splits and merges ------------------------------------------------------------------------------------------------
