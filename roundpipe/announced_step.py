@@ -17,18 +17,21 @@ from torch import Tensor
 
 from . import _ops
 from .engine import Engine
-from .errors import PartialStepError, RoundPipeError
+from .errors import ConfigError, PartialStepError, RoundPipeError
+from .interrupts import uninterrupted
 from .optim.compact_update import Numbers, find_update
 from .optimizer_thread import PUBLISH, TAKE, OptimizerTask
 from .units import Unit
+from .window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .call import Call
+    from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
     from .stage_job import StageJob
-    from .window import Window
+    from .training_state import TrainingState
 
 
 class AnnouncedStep(OptimizerTask):
@@ -115,3 +118,26 @@ class AnnouncedStep(OptimizerTask):
             for ticket in tickets:
                 _ops.drop_quietly(_ops.ticket_finish, ticket, True)
         self._tickets.clear()
+
+
+def announce(state: TrainingState, optimizer: CompactOptimizer) -> AnnouncedStep:
+    """A step for the end of a call that is about to be made; see :func:`dispatched`. Follows ``state.prepare()``."""
+    numbers = optimizer.numbers()
+    if numbers.max_grad_norm is not None:
+        raise ConfigError(
+            "forward_backward(step=...) updates layers before all gradients are there, so there is no global norm: "
+            "set optimizer.max_grad_norm = None, or call model.step(optimizer) after forward_backward."
+        )
+    optimizer.ensure_state(state.drain)
+    state.publish_shadows()  # this call, too, computes with the newest weights
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+    return AnnouncedStep(state._engine(), optimizer._memory, state.window, numbers)
+
+
+def dispatched(state: TrainingState, step: AnnouncedStep, call: Call) -> None:
+    """The call was dispatched, or not: if so, its step has taken the window."""
+    with uninterrupted():
+        if call in state.window.calls:
+            state.generation += 1
+            state.window = Window()
+            state._submit(step)

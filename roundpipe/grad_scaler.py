@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import finite_checks
+from . import finite_checks, loss_scope
 from .errors import ConfigError, RoundPipeError
 from .interrupts import uninterrupted
 from .optim.compact import CompactOptimizer
@@ -151,6 +151,11 @@ class GradScaler:
         """``outputs`` (a tensor, or nested lists and tuples of them) times the scale, on their devices."""
         if not self._enabled:
             return outputs
+        if loss_scope.is_announced():
+            raise ConfigError(
+                "GradScaler.scale in a forward_backward(step=...): layers are updated before all gradients are there, "
+                "so nothing could be unscaled or skipped. Call model.step(optimizer, scaler=scaler) after it instead."
+            )
         if isinstance(outputs, Tensor):
             return outputs * self._effective
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import layer_call
+from . import layer_call, loss_scope
 from .boundary import HostTensor, LiveTree, Traffic
 from .errors import ConfigError
 
@@ -26,7 +26,8 @@ def call_loss(
     facts, seed = call.loss_facts, call.layer_seed(microbatch, len(call.layers), False)
 
     def run() -> tuple[Any, bool]:
-        return layer_call.call_seeded(worker, facts, seed, call.ambient, lambda: call.loss_fn(out, label))
+        with loss_scope.of_call(announced=call.announced is not None):
+            return layer_call.call_seeded(worker, facts, seed, call.ambient, lambda: call.loss_fn(out, label))
 
     with worker.compute_lock, probe.loss(microbatch, last):
         hooks = layer_call.saved_tensors(facts, False, saved)

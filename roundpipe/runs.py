@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .announced_step import announce, dispatched
 from .autograd_outputs import LaterBackward
 from .batch import InputPieces, RoundPipePackedData, merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor
@@ -133,13 +134,13 @@ def train(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
     if step is not None:
-        call.announced = state.announce(step)
+        call.announced = announce(state, step)
     with abandoned_on_error(call):
         try:
             _dispatch(state, call, config, "fused")
         finally:
             if call.announced is not None:
-                state.announced(call.announced, call)
+                dispatched(state, call.announced, call)
         return _results(state, call, config, pieces, return_outputs)
 
 

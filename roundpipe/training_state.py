@@ -319,29 +319,6 @@ class TrainingState:
         self.compact.attach(memory)
         self.optimizer = OptimizerParameters(self.units, self.optimizer.dtype)
 
-    def announce(self, optimizer: CompactOptimizer) -> AnnouncedStep:
-        """A step for the end of a call that is about to be made; see :meth:`announced`. Follows ``prepare``."""
-        numbers = optimizer.numbers()
-        if numbers.max_grad_norm is not None:
-            raise ConfigError(
-                "forward_backward(step=...) updates layers before all gradients are there, so there is no global norm: "
-                "set optimizer.max_grad_norm = None, or call model.step(optimizer) after forward_backward."
-            )
-        optimizer.ensure_state(self.drain)
-        if self.compact.has_pending:  # this call, too, computes with the newest weights
-            with uninterrupted():
-                self._submit(self.compact.publish(self._engine(), self.units))
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-        return AnnouncedStep(self._engine(), optimizer._memory, self.window, numbers)
-
-    def announced(self, step: AnnouncedStep, call: Call) -> None:
-        """The call was dispatched, or not: if so, its step has taken the window."""
-        with uninterrupted():
-            if call in self.window.calls:
-                self.generation += 1
-                self.window = Window()
-                self._submit(step)
-
     def compact_step(self, optimizer: CompactOptimizer, is_async: bool, scaler: GradScaler | None) -> None:
         self.prepare()
         optimizer.ensure_state(self.drain)
@@ -359,12 +336,16 @@ class TrainingState:
             with uninterrupted():
                 self._unpublished = False
                 self._dispatch(None, None, publish_first=True, publish_last=False)
+        self.publish_shadows()
+        self.drain()
+
+    def publish_shadows(self) -> None:
+        """What an asynchronous compact step left is on its way into the host weights, for the uploads that follow."""
         if self.compact.has_pending:
             self._follow_engine()
             with uninterrupted():
                 self.generation += 1
                 self._submit(self.compact.publish(self._engine(), self.units))
-        self.drain()
 
     # -- waiting and failing -------------------------------------------------------------------------------------
     def began(self, call: Call) -> None:
@@ -379,7 +360,7 @@ class TrainingState:
 
     def wait_for_weights(self) -> None:
         """Blocks until no compact step is writing host weights; for the threads of the user."""
-        running = [t for t in self._tasks if isinstance(t, CompactStep) and not t.ended.is_set()]
+        running = [t for t in self._tasks if isinstance(t, (CompactStep, AnnouncedStep)) and not t.ended.is_set()]
         thread = threading.current_thread()
         if (
             running

@@ -141,6 +141,36 @@ def test_a_failure_before_any_update_keeps_the_windows_earlier_calls() -> None:
     assert [name for name, value in results[0].items() if not torch.equal(value, results[1][name])] == []
 
 
+def test_weights_asked_for_through_the_model_are_complete() -> None:
+    roundpipe.use_devices("host:1")
+    wrapped, twin = RoundPipe(by_hand.make("mlp")), RoundPipe(by_hand.make("mlp"))
+    _ops.engine_inject(engines.current().handle, "delay", 3, 10000)
+    announce(wrapped, optim.SGD(wrapped, lr=0.1), "mlp", 0, torch.bfloat16)
+    seen = wrapped.model[0].weight.clone()
+    _ops.engine_inject(engines.current().handle, "delay", 3, 0)
+    other = optim.SGD(twin, lr=0.1)
+    by_hand.run_call(twin, "mlp", 0, torch.bfloat16)
+    twin.step(other, is_async=False)
+    twin.synchronize()
+    assert torch.equal(seen, twin.model[0].weight)
+
+
+def test_a_scaled_loss_is_refused() -> None:
+    roundpipe.use_devices("host:2")
+    wrapped = RoundPipe(by_hand.make("mlp"))
+    optimizer, scaler = optim.SGD(wrapped, lr=0.1), roundpipe.GradScaler()
+    before = wrapped.model[0].weight.clone()
+    args, label = by_hand.batch_of("mlp", 6, 0, torch.bfloat16)
+    loss_fn = by_hand.loss_of("mlp")
+    with pytest.raises(RoundPipeError, match="nothing could be unscaled"):
+        wrapped.forward_backward(args, label=label, loss_fn=lambda o, y: scaler.scale(loss_fn(o, y)), step=optimizer)
+    assert torch.equal(wrapped.model[0].weight, before)
+    wrapped.forward_backward(args, label=label, loss_fn=lambda o, y: scaler.scale(loss_fn(o, y)))
+    wrapped.step(optimizer, False, scaler=scaler)
+    wrapped.synchronize()
+    assert wrapped.model[0].weight.isfinite().all() and not torch.equal(wrapped.model[0].weight, before)
+
+
 def test_what_cannot_be_announced() -> None:
     roundpipe.use_devices("host:1")
     wrapped, other = RoundPipe(by_hand.make("mlp")), RoundPipe(by_hand.make("mlp"))
