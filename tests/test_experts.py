@@ -86,6 +86,10 @@ def test_the_balancing_loss_is_part_of_the_loss():
     assert len(state.router_logits) == len(wanted.router_logits) == 3
 
 
+def test_a_config_may_ask_for_router_logits():
+    check(*both(QWEN, output_router_logits=True, router_aux_loss_coef=0.5), make_batch())
+
+
 def test_router_logits_of_a_model_that_hides_its_routers_are_refused():
     layers = causal_lm_to_sequential(BY_NAME["Qwen3"].make())
     with pytest.raises(NotImplementedError, match="where its routers are"):

@@ -1,5 +1,18 @@
-"""Models of the transformers library as layers that RoundPipe can stream."""
+"""Models of the transformers library as layers that RoundPipe can stream, and a Trainer for them."""
+
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.hf.causal_lm import causal_lm_to_sequential, is_causal_lm
 
-__all__ = ["causal_lm_to_sequential", "is_causal_lm"]
+if TYPE_CHECKING:
+    from roundpipe.hf.trainer import RoundPipeTrainer
+
+__all__ = ["RoundPipeTrainer", "causal_lm_to_sequential", "is_causal_lm"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RoundPipeTrainer":  # importing transformers' own takes seconds
+        from roundpipe.hf.trainer import RoundPipeTrainer
+
+        return RoundPipeTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -88,9 +88,14 @@ def _unfollowable_is_not_implemented(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+def _no_router_logits(model: nn.Module) -> dict[str, bool]:
+    """Stubs have no routers, so a balancing loss would find nothing to balance."""
+    return {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+
+
 def _try_ends(prefix: nn.Module, head: nn.Module) -> None:
     """Prefix and head must do without what the other one has: a module may be used without being called."""
-    kwargs = {"output_router_logits": False} if getattr(prefix.skeleton.config, "output_router_logits", False) else {}
+    kwargs = _no_router_logits(prefix.skeleton)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         head(prefix(input_ids=torch.zeros(1, 2, dtype=torch.int64), **kwargs))
 
@@ -156,7 +161,7 @@ def _probe(
     root = graft(model, path, stub_list(block_traits(blocks, None), on_call))
     _watched(root, path, lambda child: (after if seen == len(blocks) else before).add(child))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        root(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+        root(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **_no_router_logits(model))
     if seen != len(blocks):
         raise NotImplementedError(
             f"{type(model).__name__}.forward called {seen} of its {len(blocks)} blocks; only trunks that run every "
@@ -171,7 +176,7 @@ def _probe_head(model: nn.Module, path: Child, traits: BlockTraits, hidden: torc
     root = graft(model, path, nn.ModuleList())
     _watched(root, path, used.add)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        run_after_last_block(root, path, traits, hidden, {"use_cache": False})
+        run_after_last_block(root, path, traits, hidden, {"use_cache": False, **_no_router_logits(model)})
     return used
 
 
