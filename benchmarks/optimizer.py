@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         del variants
     first = weights[names[0]]
     return {
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "isa": _ops.isa_active(),
         "tensors": len(sizes),
         "rows": rows,
