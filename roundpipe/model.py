@@ -24,6 +24,8 @@ from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState
 
+# Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
+_READ_WEIGHTS = frozenset({"generate", "merge_and_unload", "push_to_hub", "save_pretrained"})
 _OWN_ATTRIBUTES = frozenset({"model", "layers", "num_layers", "name", "original_model", "training"})
 
 
@@ -410,6 +412,8 @@ class RoundPipe(nn.Module):
             found = getattr(original, name)
         else:
             found = getattr(modules["model"], name)
+        if name in _READ_WEIGHTS:
+            self.synchronize()
         if isinstance(found, (nn.Module, torch.Tensor)) and isinstance(self.__dict__.get("_state"), TrainingState):
             self._state.wait_for_weights()  # whoever asks for these may look at weights
         return found

@@ -107,3 +107,18 @@ def test_exact_training_equals_plain_training_and_saves_under_its_own_names(tmp_
         # Adam divides by the root of tiny second moments, which lifts rounding of the gradients into the step.
         assert_close(got, wanted, name, 1e-3)
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_saving_through_the_wrapper_writes_the_newest_weights(tmp_path):
+    roundpipe.use_devices("host:2")
+    hf_model = make_model("llama")
+    model = wrap_model_to_roundpipe(hf_model)
+    with roundpipe.OptimizerCtx():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = hf_model.lm_head.weight.clone()
+    forward_backward(model, make_batch())
+    model.step(lambda: optimizer.step())  # asynchronous: its result is not in the host weights yet
+    model.save_pretrained(tmp_path)
+    saved = type(hf_model).from_pretrained(tmp_path).lm_head.weight
+    newest = next(p for name, p in model.optim_named_parameters() if name == "lm_head.weight")
+    assert torch.equal(saved, newest) and not torch.equal(saved, before)
