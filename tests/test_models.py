@@ -123,6 +123,18 @@ def test_training_adapters_equals_the_plain_model(name):
     check(plain, streamed, make_batch(padding=PADDINGS[number % 3]), return_logits=False)
 
 
+def test_training_dora_equals_the_plain_model():
+    plain, streamed = (with_lora(m, BY_NAME["Llama"], use_dora=True) for m in both(BY_NAME["Llama"]))
+    check(plain, streamed, make_batch(padding="left"), return_logits=False)
+
+
+def test_adapters_that_change_the_input_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(NotImplementedError, match="virtual tokens"):
+        wrap_model_to_roundpipe(peft.get_peft_model(BY_NAME["Llama"].make(), config), use_sequential_preset=True)
+
+
 @pytest.mark.parametrize(("attention", "tied"), [("eager", True), ("sdpa", False)])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE"])
