@@ -30,13 +30,13 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the
 FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.getenv("ROUNDPIPE_WERROR") == "1")
 
 OPS = """
-    activation_ops arenas checks data_ops data_plane element_convert engine engine_ops error_record fact_ops handles job
-    job_ops library memory_ops optimizer_ops process queued_update_ops unit_ops
-    update_list update_ops update_tickets
+    activation_ops arenas checks claim_ops data_ops data_plane element_convert engine engine_ops error_record fact_ops
+    handles job job_ops library memory_ops optimizer_ops process queued_update_ops unit_ops update_list update_ops
+    update_tickets
 """
 CORE = """
-    activation_store copy_lane event_pool happens_before host_arena host_backend host_mapping
-    host_stream lane_request layer_clock mapping_pool memory_limits optimizer_queue region_extents
+    activation_store bounce_buffers copy_lane event_pool happens_before host_arena host_backend host_claim host_mapping
+    host_stream lane_request layer_clock mapping_pool memory_limits memory_map optimizer_queue region_extents
     slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
 """
 CPU = """

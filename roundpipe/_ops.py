@@ -91,6 +91,34 @@ def host_stats() -> list[int]:
     return _call("host_stats")
 
 
+def host_claim(engine: int, tensors: Sequence[Tensor], pin: bool) -> int:
+    """Claims contiguous host memory in which weights stay; ``pin`` page-locks it where it is. The claim holds the
+    tensors and lives until it is dropped and no unit opened with it does any more.
+
+    Raises HostOutOfMemory, or RoundPipeError for a driver that refuses; nothing is locked then.
+    """
+    return _call("host_claim", engine, tensors, pin)
+
+
+def host_claim_drop(claim: int) -> None:
+    _call("host_claim_drop", claim)
+
+
+def host_claim_stats(claim: int) -> list[int]:
+    """Bytes registered, pinned by others, pageable, and of these mapped from files; registrations. 0: all claims."""
+    return _call("host_claim_stats", claim)
+
+
+def host_file_bytes(tensors: Sequence[Tensor]) -> int:
+    """How many bytes of contiguous host tensors are mapped from files."""
+    return _call("host_file_bytes", tensors)
+
+
+def host_limits() -> list[int]:
+    """MemTotal, MemAvailable, limit of the control group (0: none) and its use, and what may still be taken."""
+    return _call("host_limits")
+
+
 # -- engine and devices ------------------------------------------------------------------------------------------------
 def engine_open(kind: str, devices: Sequence[int], memory_limit_bytes: int = 0, check: bool = False) -> int:
     """Opens an engine over GPUs (``"cuda"``, driver ordinals) or simulated devices (``"host"``, 0..n-1)."""
@@ -118,6 +146,11 @@ def engine_set_region(engine: int, device: int, region: Tensor) -> None:
 def engine_bytes(engine: int, device: int) -> list[int]:
     """Bytes copied: up by weights, gradients, activations, buffers, inputs, then down by the same."""
     return _call("engine_bytes", engine, device)
+
+
+def engine_bounced_bytes(engine: int, device: int) -> int:
+    """Bytes of weights that went up through bounce buffers since the last reset."""
+    return _call("engine_bounced_bytes", engine, device)
 
 
 def engine_reset_bytes(engine: int) -> None:
@@ -152,10 +185,18 @@ def engine_live(engine: int) -> list[int]:
 
 # -- units and tickets -------------------------------------------------------------------------------------------------
 def unit_open(
-    engine: int, weights: Sequence[Tensor], offsets: Sequence[int], weight_bytes: int, gradient_bytes: int
+    engine: int,
+    weights: Sequence[Tensor],
+    offsets: Sequence[int],
+    weight_bytes: int,
+    gradient_bytes: int,
+    claim: int = 0,
 ) -> int:
-    """Weights that always move together: contiguous host tensors at ``offsets`` of a packed image; holds them."""
-    return _call("unit_open", engine, weights, offsets, weight_bytes, gradient_bytes)
+    """Weights that always move together: contiguous host tensors at ``offsets`` of a packed image; holds them.
+
+    ``claim``: of whose memory they are; 0: all of them lie in pinned memory.
+    """
+    return _call("unit_open", engine, weights, offsets, weight_bytes, gradient_bytes, claim)
 
 
 def unit_close(unit: int) -> None:

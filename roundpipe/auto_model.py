@@ -18,7 +18,7 @@ from .model import RoundPipe, check_arguments, claim_weights
 from .packed import RoundPipePackedData
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .state_part import StatePart
-from .training_state import TrainingState
+from .training_state import TrainingState, place
 from .tree_copy import TreeCopy
 
 _LOSS = "loss_function"  # no module can have this name: the class has a property of it
@@ -119,7 +119,7 @@ class AutoRoundPipe(RoundPipe):
             streamed[_LOSS] = function
         claim_weights(self, name, list(model.named_parameters()), [*layers, model])
         self.__dict__.update(_places=places, _parts=dict(parts), _left=left, _settings=_Settings(config))
-        state = self._new_state(layers, optim_dtype)
+        state = self._new_state(layers, optim_dtype, pin_model)
         self._set_up(model, state, threading.RLock(), self.name, config)
         pipes = {
             part: StreamedPart(self, module, StatePart(state, places[part]), part, parts.get(part, ONE_MICROBATCH))
@@ -129,13 +129,16 @@ class AutoRoundPipe(RoundPipe):
         more = {id(model): {"_loss_function": pipes[_LOSS]}} if function is not None else {}
         self.__dict__["_tree"] = TreeCopy(model, {id(streamed[part]): pipe for part, pipe in pipes.items()}, more)
 
-    def _new_state(self, layers: list[nn.Module], optim_dtype: torch.dtype | None) -> TrainingState:
-        state = TrainingState([*layers, self._left], optim_dtype, engines.current())
+    def _new_state(self, layers: list[nn.Module], optim_dtype: torch.dtype | None, pin_model: str) -> TrainingState:
+        state = place([*layers, self._left], optim_dtype, pin_model, self.name)
         state.host_read |= {unit.key for unit in state.units_of[-1]}
         return state
 
     def _renew_state(self) -> None:
-        state = self.__dict__["_state"] = self._new_state(self.layers, self._state.optimizer.dtype)
+        before = self._state
+        before.close()
+        state = self._new_state(self.layers, before.optimizer.dtype, before.placement.asked)
+        self.__dict__["_state"] = state
         for part, pipe in self.parts.items():
             pipe.__dict__["_state"] = StatePart(state, self._places[part])
 

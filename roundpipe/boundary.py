@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from . import _ops
 from .errors import ConfigError
+from .host_placement import is_dense
 from .interrupts import uninterrupted
-from .units import is_dense
 
 if TYPE_CHECKING:
     from .engine import Engine, Worker

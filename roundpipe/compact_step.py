@@ -149,12 +149,12 @@ class CompactStep(OptimizerTask, Shadows):
         if not positions:
             return [], []
         shadow = self.memory.shadow(unit)
-        if len(positions) == len(unit.parameters):  # packed alike: one copy
+        if len(positions) == len(unit.parameters) and unit.is_packed:  # alike: one copy
             return [shadow], [unit.image]
         ordered = sorted(positions)
         return (
             [flat_view(shadow, unit.gradient_layouts[i]) for i in ordered],
-            [flat_view(unit.image, unit.layouts[unit.trainable[i]]) for i in ordered],
+            [unit.homes[unit.trainable[i]] for i in ordered],
         )
 
     def _factor(self) -> float | None:

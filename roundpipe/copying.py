@@ -29,6 +29,7 @@ def contents(wrapper: RoundPipe, memo: dict[int, Any] | None = None) -> dict[str
         "optim_dtype": optimizer.dtype,
         "name": wrapper.name,
         "config": wrapper._config,
+        "pin_model": wrapper._state.placement.asked,
         "training": wrapper.training,
         "optimizer_values": finer,
         "arguments": wrapper._rebuild_arguments(),
@@ -41,6 +42,7 @@ def rebuild(parts: dict[str, Any]) -> RoundPipe:
         optim_dtype=parts["optim_dtype"],
         name=parts["name"],
         model_run_config=parts["config"],
+        pin_model=parts["pin_model"],
         **parts["arguments"],
     )
     if parts["original_model"] is not None:

@@ -16,13 +16,14 @@ from .arguments import check_bool, check_name, check_optim_dtype, check_state_di
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .grad_scaler import GradScaler
+from .host_placement import MODES as PIN_MODES
 from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
 from .ownership import owners
 from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
-from .training_state import TrainingState
+from .training_state import TrainingState, place
 
 # Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
 _READ_WEIGHTS = frozenset({"generate", "merge_and_unload", "push_to_hub", "save_pretrained"})
@@ -40,17 +41,21 @@ class RoundPipe(nn.Module):
 
     Args:
         model: an ``nn.Sequential`` (its children are the layers) or any other module (one layer), on the CPU. Its
-            parameters are moved into pinned host memory; the Parameter objects stay the same.
+            parameters are placed as ``pin_model`` says; the Parameter objects stay the same.
         optim_dtype: dtype of the optimizer's copy of the parameters; None: the weights' own.
         name: for messages; default ``file:line`` of the construction.
         model_run_config: defaults for every call.
-        pin_model: "alloc" (weights are copied, layer by layer, into exact-size pinned memory).
+        pin_model: where weights live on the host. "alloc": they are copied, layer by layer, into exact-size pinned
+            memory. "register": they stay where they are, and their memory is page-locked. "off": they stay where they
+            are, pageable or mapped from a file, and go up through a few pinned buffers; a frozen model may be larger
+            than the memory. "auto": the first of the three that fits, with a log line why.
 
     Attributes that the wrapper does not have are read, written and deleted on the wrapped model. Wrapping the same
     model again, as a notebook cell does that is run twice, ends the wrapper before: using that one is an error then.
 
     Raises:
         ConfigError, ConfigTypeError: the model or an argument cannot be used; the message says what to do.
+        HostOutOfMemory: there is not enough host memory to place the weights; they are in ordinary memory then.
     """
 
     def __init__(
@@ -69,7 +74,8 @@ class RoundPipe(nn.Module):
         claim_weights(
             self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()], layers
         )
-        self._set_up(model, TrainingState(layers, optim_dtype, engines.current()), threading.RLock(), self.name, config)
+        state = place(layers, optim_dtype, pin_model, self.name)
+        self._set_up(model, state, threading.RLock(), self.name, config)
 
     def _set_up(self, model: nn.Module, state: Any, lock: Any, name: str, config: RoundPipeRunConfig) -> None:
         """``lock``: one call at a time takes tickets and changes the window."""
@@ -283,6 +289,7 @@ class RoundPipe(nn.Module):
         with self._entered():
             self.zero_grad()
             self._state.generation += 1  # a backward that is still to come would work on weights of nobody
+            self._state.close()
             self.__dict__["_state"] = _Retired(self.name, successor)
 
     def _naming_model(self) -> nn.Module:
@@ -387,7 +394,9 @@ class RoundPipe(nn.Module):
         return self
 
     def _renew_state(self) -> None:
-        self.__dict__["_state"] = TrainingState(self.layers, self._state.optimizer.dtype, engines.current())
+        before = self._state
+        before.close()
+        self.__dict__["_state"] = place(self.layers, before.optimizer.dtype, before.placement.asked, self.name)
 
     def _rebuild_arguments(self) -> dict[str, Any]:
         """What the constructor takes besides, for a copy."""
@@ -465,8 +474,8 @@ def check_arguments(
         raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
     if isinstance(model, RoundPipe):
         raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
-    if pin_model != "alloc":
-        raise ConfigError(f"pin_model={pin_model!r}: expected 'alloc'")
+    if pin_model not in PIN_MODES:
+        raise ConfigError(f"pin_model={pin_model!r}: expected one of {', '.join(map(repr, PIN_MODES))}")
     check_optim_dtype(optim_dtype)
     check_name(name)
     config = RoundPipeRunConfig() if model_run_config is None else model_run_config

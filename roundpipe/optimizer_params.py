@@ -65,7 +65,7 @@ class OptimizerParameters:
                     continue
                 dtype = self.dtype if self.dtype is not None and host.is_floating_point() else host.dtype
                 flat = _ops.host_empty([host.numel()], dtype)
-                flat.copy_(_flat(unit.image, layout))
+                flat.copy_(unit.homes[index])
                 parameter = nn.Parameter(flat.as_strided(layout.size, layout.stride))
                 parameter.__dict__.update(host.__dict__)
                 self._made[id(host)] = OptimizerParameter(host, flat, parameter, layout)
@@ -114,7 +114,7 @@ class OptimizerParameters:
             entry = self._made.get(id(unit.parameters[index]))
             if entry is not None:
                 sources.append(entry.flat)
-                targets.append(_flat(unit.image, unit.layouts[index]))
+                targets.append(unit.homes[index])
         return _Conversion(engine, ticket, sources, targets)
 
 

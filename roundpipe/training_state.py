@@ -19,8 +19,9 @@ from .compact_step import CompactStep
 from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
-from .errors import ConfigError, PartialStepError
+from .errors import ConfigError, HostOutOfMemory, PartialStepError
 from .host_gradients import fold_host_gradients
+from .host_placement import Placement, choose, instead_of_copying
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .measurements import Measurements
@@ -48,9 +49,12 @@ class TrainingState:
       staleness of exactly one step.
     """
 
-    def __init__(self, layers: list[nn.Module], optim_dtype: torch.dtype | None, engine: Engine) -> None:
+    def __init__(
+        self, layers: list[nn.Module], optim_dtype: torch.dtype | None, engine: Engine, placement: Placement
+    ) -> None:
         self.layers = layers
-        self.units, self.units_of = build_units(layers)
+        self.placement = placement
+        self.units, self.units_of = build_units(layers, placement)
         self.structure = Structure(layers)
         self.host_buffers = HostBuffers(layers)
         self.facts = [LayerFacts() for _ in layers]
@@ -71,7 +75,8 @@ class TrainingState:
         self.plans = PlanKeeper(self)
         self.attach(engine)
         self._note_versions()
-        weakref.finalize(self, _let_go, layers, self.units).atexit = False
+        self._finalizer = weakref.finalize(self, _let_go, layers, self.units, placement)
+        self._finalizer.atexit = False
 
     # -- engine --------------------------------------------------------------------------------------------------
     def attach(self, engine: Engine) -> None:
@@ -84,7 +89,15 @@ class TrainingState:
         self.measurements = Measurements(len(self.layers))  # what other devices took says little
         self.plans.clear()
         for unit in self.units:
+            unit.follow_publishes()
+            unit.close()
+        self.placement.open(engine.handle, self.units)
+        for unit in self.units:
             unit.open(engine.handle)
+
+    def close(self) -> None:
+        """Lets go of the weights: nothing runs any more, and nothing will."""
+        self._finalizer()
 
     # -- before a call -------------------------------------------------------------------------------------------
     def prepare(self) -> Engine:
@@ -182,9 +195,8 @@ class TrainingState:
         edited = [
             parameter
             for unit in self.units
-            for parameter, layout in zip(unit.parameters, unit.layouts, strict=True)
-            if parameter._version != self._versions[id(parameter)]
-            or (layout.nbytes and parameter.data_ptr() != unit.image.data_ptr() + layout.offset)
+            for index, parameter in enumerate(unit.parameters)
+            if parameter._version != self._versions[id(parameter)] or not unit.is_home(index)
         ]
         if look_closely and self.compact.memory is None:
             edited = [p for unit in self.units for p in unit.parameters if self.optimizer.differs(p)]
@@ -193,7 +205,7 @@ class TrainingState:
         self.drain()
         self.generation += 1
         for unit in self.units:
-            unit.ensure_packed()
+            unit.bring_home()
         self.optimizer.refresh(edited)
         self.compact.follow_edits([p for p in edited if id(p) not in unchanged])
         self._note_versions()
@@ -480,7 +492,24 @@ class TrainingState:
         return len(memory), min((m for m in memory if m is not None), default=None)
 
 
-def _let_go(layers: list[nn.Module], units: list[Unit]) -> None:
+def place(layers: list[nn.Module], optim_dtype: torch.dtype | None, pin_model: str, name: str) -> TrainingState:
+    """A new state, with the weights where ``pin_model`` wants them.
+
+    Raises:
+        HostOutOfMemory: there is not enough host memory; the weights are in ordinary memory then.
+    """
+    engine = engines.current()
+    placement = choose(pin_model, layers, name)
+    try:
+        return TrainingState(layers, optim_dtype, engine, placement)
+    except HostOutOfMemory as error:
+        if pin_model != "auto" or placement.in_place:
+            raise
+        return TrainingState(layers, optim_dtype, engine, instead_of_copying(error))
+
+
+def _let_go(layers: list[nn.Module], units: list[Unit], placement: Placement) -> None:
     engines.forget_model(layers, [parameter for unit in units for parameter in unit.parameters])
     for unit in units:
         _ops.drop_quietly(unit.close)
+    placement.close()

@@ -1,8 +1,9 @@
 """Units of weights: what is packed, streamed and updated together, and where it lives on the host.
 
 Parameters that are used by exactly the same layers form one unit: a layer's own parameters are one unit, a parameter
-shared by several layers belongs to a unit of that set of layers. A unit has one packed weight image and up to two
-packed gradient images in pinned host memory, with the same layout on the device, so that a unit moves in one copy.
+shared by several layers belongs to a unit of that set of layers. On the device its weights are packed in one image. On
+the host they are packed the same way in pinned memory, so that a unit moves in one copy, or stay where they are (Note
+[Placements]). Up to two gradient images are packed in pinned memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from . import _ops
 from .errors import ConfigError
+from .host_placement import Placement, flat_home, is_dense
 
 ALIGNMENT_BYTES = 256
 
@@ -23,16 +25,6 @@ ALIGNMENT_BYTES = 256
 def align(size_bytes: int) -> int:
     """Rounds up to the packing alignment, in bytes."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,13 @@ class TensorLayout:
 
     def view(self, image: torch.Tensor, base: int = 0) -> torch.Tensor:
         """The tensor inside ``image`` (uint8, one-dimensional), whose packed image begins at byte ``base``."""
-        flat = image.narrow(0, base + self.offset, self.nbytes).view(self.dtype)
+        return self.shaped(self.flat(image, base))
+
+    def flat(self, image: torch.Tensor, base: int = 0) -> torch.Tensor:
+        """The elements in memory order, one-dimensional."""
+        return image.narrow(0, base + self.offset, self.nbytes).view(self.dtype)
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.as_strided(self.size, self.stride)
 
 
@@ -76,24 +74,35 @@ class Unit:
 
     Args:
         names: qualified name of each parameter, for messages.
-        parameters: the host model's parameters; their data is moved into the packed image.
+        parameters: the host model's parameters; what ``placement`` does not keep is moved into a packed image.
         layers: indices of the layers that use exactly these parameters, ascending.
+        placement: of the model.
     """
 
     _next_id = itertools.count(1)
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], layers: Sequence[int]) -> None:
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], layers: Sequence[int], placement: Placement
+    ) -> None:
         self.key = next(Unit._next_id)
         self.names = list(names)
         self.parameters = list(parameters)
         self.layers = tuple(layers)
+        self.placement = placement
         self.layouts, self.weight_bytes = _layouts([p.detach() for p in parameters])
-        self.image = _ops.host_empty([self.weight_bytes], torch.uint8)
-        for parameter, layout in zip(self.parameters, self.layouts, strict=True):
-            view = layout.view(self.image)
+        moving = [i for i, p in enumerate(self.parameters) if not placement.keeps(p)]
+        self.is_packed = len(moving) == len(self.parameters)  # the image is as on the device
+        places, size_bytes = _layouts([self.parameters[i].detach() for i in moving])
+        self.image = _ops.host_empty([size_bytes], torch.uint8)
+        # Where each weight lives: its elements in memory order, one-dimensional.
+        self.homes = [torch.empty(0, dtype=p.dtype) if i in moving else flat_home(p) for i, p in enumerate(parameters)]
+        for i, place in zip(moving, places, strict=True):
+            view = place.view(self.image)
             with torch.no_grad():
-                view.copy_(parameter)
-            parameter.data = view
+                view.copy_(self.parameters[i])
+            self.parameters[i].data = view
+            self.homes[i] = place.flat(self.image)
+        self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self.handle = 0
         self._images: list[torch.Tensor] = []
         self.layout_gradients()
@@ -134,7 +143,9 @@ class Unit:
         """Registers the unit with an engine; the old registration, if any, is closed. No work is under way."""
         self.follow_publishes()
         self.close()
-        self.handle = _ops.unit_open(engine, [self.image], [0], self.weight_bytes, self.gradient_bytes)
+        homes, offsets = ([self.image], [0]) if self.is_packed else (self.homes, [lay.offset for lay in self.layouts])
+        claim = self.placement.claim
+        self.handle = _ops.unit_open(engine, homes, offsets, self.weight_bytes, self.gradient_bytes, claim)
 
     def follow_publishes(self) -> None:
         """Waits for every publish issued so far: the weights may be read on this thread, or registered anew."""
@@ -154,10 +165,19 @@ class Unit:
         """Device bytes of the unit in one job."""
         return self.weight_bytes + (self.gradient_bytes if gradients else 0)
 
-    def ensure_packed(self) -> None:
+    def home(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The elements of one of the unit's host weights, in memory order, one-dimensional."""
+        return self.homes[self._index[id(parameter)]]
+
+    def is_home(self, index: int) -> bool:
+        """Whether a parameter's data is where the unit has it."""
+        parameter, home = self.parameters[index], self.homes[index]
+        return home.numel() == 0 or parameter.data_ptr() == home.data_ptr()
+
+    def bring_home(self) -> None:
         """Moves weights that were re-pointed (``p.data = ...``, ``load_state_dict(assign=True)``) back into place."""
-        for name, parameter, layout in zip(self.names, self.parameters, self.layouts, strict=True):
-            if layout.nbytes == 0 or parameter.data_ptr() == self.image.data_ptr() + layout.offset:
+        for i, (name, parameter, layout) in enumerate(zip(self.names, self.parameters, self.layouts, strict=True)):
+            if self.is_home(i):
                 continue
             if parameter.shape != layout.size or parameter.dtype != layout.dtype:
                 raise ConfigError(
@@ -165,19 +185,26 @@ class Unit:
                     f"{parameter.dtype}; expected {tuple(layout.size)}, {layout.dtype}. Wrap the model again after "
                     "changing the shape or dtype of a parameter."
                 )
-            view = layout.view(self.image)
+            view = layout.shaped(self.homes[i])
             with torch.no_grad():
                 view.copy_(parameter)
             parameter.data = view
 
+    def leave_image(self) -> None:
+        """Weights go back to memory of their own: the model could not be placed as a whole."""
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            if home.untyped_storage().data_ptr() == self.image.untyped_storage().data_ptr():
+                parameter.data = parameter.data.clone()
 
-def build_units(layers: Iterable[nn.Module]) -> tuple[list[Unit], list[list[Unit]]]:
+
+def build_units(layers: Iterable[nn.Module], placement: Placement) -> tuple[list[Unit], list[list[Unit]]]:
     """Groups the parameters of all layers into units.
 
     Returns the units and, for each layer, the units it uses in the order of the layer's parameters.
 
     Raises:
         ConfigError: a parameter is not on the CPU, is not strided, or two different Parameter objects share memory.
+        HostOutOfMemory: there is not enough memory to pin; all weights are in ordinary memory then.
     """
     users: dict[int, list[int]] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -197,10 +224,14 @@ def build_units(layers: Iterable[nn.Module]) -> tuple[list[Unit], list[list[Unit
     groups: dict[tuple[int, ...], list[int]] = {}
     for key, used_by in users.items():
         groups.setdefault(tuple(sorted(set(used_by))), []).append(key)
-    units = {
-        used_by: Unit([found[k][0] for k in keys], [found[k][1] for k in keys], used_by)
-        for used_by, keys in groups.items()
-    }
+    units: dict[tuple[int, ...], Unit] = {}
+    try:
+        for sharers, keys in groups.items():
+            units[sharers] = Unit([found[k][0] for k in keys], [found[k][1] for k in keys], sharers, placement)
+    except BaseException:
+        while units:  # one by one, so that each one's pinned memory goes before the next is copied
+            units.popitem()[1].leave_image()
+        raise
     of_layer = []
     for seen in order:
         used = {tuple(sorted(set(users[key]))): None for key in seen}

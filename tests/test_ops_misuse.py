@@ -29,6 +29,7 @@ def rig() -> Iterator[SimpleNamespace]:
     r.unit = _ops.unit_open(r.engine, [r.weight], [0], 256, 256)
     r.big = _ops.unit_open(r.engine, [_ops.host_empty([4096], torch.float32)], [0], 16384, 0)
     r.foreign_unit = _ops.unit_open(r.other, [r.weight], [0], 256, 256)
+    r.foreign_claim = _ops.host_claim(r.other, [X], False)
     r.image = _ops.host_empty([256], torch.uint8)
     r.idle = _ops.unit_open(r.engine, [r.weight], [0], 256, 0)
     r.ticket = _ops.ticket_issue(r.idle, 1)
@@ -64,6 +65,14 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: ([-1], torch.float32), r"'size\[0\]'.*got -1"),
         (lambda r: ([1 << 40, 1 << 40], torch.float32), "2\\^63 bytes"),
     ],
+    "host_claim": [
+        (lambda r: (r.engine, [torch.zeros(4, 4).t()], True), r"'tensors\[0\]'.*non-contiguous"),
+        (lambda r: (r.engine, [X, torch.zeros(4, device="meta")], False), r"'tensors\[1\]'.*on meta"),
+        (lambda r: (r.unit, [X], True), "a handle of a unit"),
+    ],
+    "host_claim_drop": [(lambda r: (r.unit,), "a live claim, got a handle of a unit")],
+    "host_claim_stats": [(lambda r: (r.engine,), "a handle of a engine"), (lambda r: (9,), "the number 9")],
+    "host_file_bytes": [(lambda r: ([torch.zeros(4)[::2]],), r"'tensors\[0\]'.*non-contiguous")],
     "engine_open": [
         (lambda r: ("tpu", [0], 0, False), "'cuda' or 'host', got 'tpu'"),
         (lambda r: ("host", [], 0, False), "at least one device"),
@@ -86,12 +95,13 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, 1, torch.empty(8, dtype=torch.uint8, device="meta")), "on meta"),
     ],
     "engine_bytes": [(lambda r: (r.engine, 2), BAD_INDEX), (lambda r: (r.job, 0), "a handle of a job")],
+    "engine_bounced_bytes": [(lambda r: (r.engine, 2), BAD_INDEX), (lambda r: (r.job, 0), "a handle of a job")],
     "engine_reset_bytes": [(lambda r: (r.record,), "a handle of a record")],
     "engine_poke": [(lambda r: (-5,), "the number -5")],
     "engine_wait_idle": [(lambda r: (r.engine, -1), "'timeout_ms'"), (lambda r: (r.fetch, 0), "a handle of a fetch")],
     "engine_reports": [(lambda r: (1 << 62,), "no operator has returned")],
     "engine_inject": [
-        (lambda r: (r.engine, "fire", 0, 0), "'delay' or 'fail_copy', got 'fire'"),
+        (lambda r: (r.engine, "fire", 0, 0), "'delay', 'fail_copy' or 'fail_registration', got 'fire'"),
         (lambda r: (r.engine, "delay", 0, -1), "microseconds, got -1"),
     ],
     "engine_live": [(lambda r: (r.ticket,), "a handle of a ticket")],
@@ -105,6 +115,8 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, [torch.zeros(4, 4).t()], [0], 256, 0), r"'weights\[0\]'.*non-contiguous"),
         (lambda r: (r.engine, [torch.zeros(4).to_sparse()], [0], 256, 0), r"'weights\[0\]'.*sparse"),
         (lambda r: (r.unit, [X], [0], 256, 0), "a handle of a unit"),
+        (lambda r: (r.engine, [X], [0], 256, 0, r.idle), "'claim'.*a handle of a unit"),
+        (lambda r: (r.engine, [X], [0], 256, 0, r.foreign_claim), "'claim'.*another engine"),
     ],
     "unit_close": [(lambda r: (r.engine,), "a live unit, got a handle of a engine")],
     "unit_counters": [(lambda r: (7,), "the number 7")],
@@ -210,7 +222,7 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
 }  # fmt: skip
 NOTHING_TO_MISUSE = {
     "host_stats", "error_take", "build_facts", "cuda_driver", "isa_names", "isa_active", "trace_stop",
-    "data_plane_reports",
+    "data_plane_reports", "host_limits",
 }  # fmt: skip
 
 

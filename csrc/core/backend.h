@@ -14,6 +14,14 @@ class HappensBefore;
 enum class Direction : std::uint8_t { kHostToDevice, kDeviceToHost };
 enum class Access : std::uint8_t { kRead, kWrite };
 
+// What the host's end of a copy is. All but kPinned goes through bounce buffers.
+enum class HostMemory : std::uint8_t {
+  kPinned,
+  kPageable,
+  kFile,      // mapped from a file: read ahead of the copies
+  kFileOnce,  // and too large to stay in memory: what was copied may be dropped first
+};
+
 // Move-only owners made by a Device; a null Stream or Event does not exist.
 class Stream {
  public:
@@ -92,6 +100,8 @@ class Backend {
   // Page-locks host memory for every device. Both ends of the range must be page-aligned; at most 64 GiB.
   virtual void register_host(void* base, std::size_t bytes) = 0;
   virtual void unregister_host(void* base) noexcept = 0;
+  // Whether this byte is page-locked already, by whomsoever.
+  virtual bool page_locked(const void* address) = 0;
   virtual HappensBefore* checker() noexcept = 0;  // null: not checking
 };
 

@@ -26,7 +26,12 @@ CopyLane::CopyLane(Device& device, std::shared_ptr<EventPool> events, TransferCo
       events_(std::move(events)),
       counters_(counters),
       options_(options),
-      stream_(device.make_copy_stream(options.name)) {
+      stream_(device.make_copy_stream(options.name)),
+      // As many as chunks in flight: before one more is issued, the oldest has been seen complete.
+      bounce_(options.arena == nullptr
+                  ? nullptr
+                  : std::make_unique<BounceBuffers>(options.arena, options.chunk_bytes, options.chunks_in_flight,
+                                                    options.fill_threads, options.checker)) {
   issuer_ = std::thread([this] { issue_loop(); });
   try {
     reaper_ = std::thread([this] { reap_loop(); });
@@ -51,6 +56,7 @@ std::shared_ptr<Handover> CopyLane::submit(TransferRequest request, std::size_t 
     }
     ++unfinished_requests_;
     unfinished_bytes_ += submitted->bytes();
+    reads_files_ = reads_files_ || submitted->unadvised() != 0;
     queue_.push_back(submitted);
   }
   issuer_wakes_.notify_one();
@@ -104,7 +110,9 @@ void CopyLane::issue_loop() {
     const std::uint64_t asked_at = generation_;
     // Set before the question: a poke that comes during it must wake the sleep that may follow.
     head_blocked_ = false;
+    const bool reads_files = reads_files_;
     lock.unlock();
+    if (reads_files) read_ahead();
     Progress progress = Progress::kEnded;
     if (unusable) {
       end_failed(head, unusable);
@@ -129,6 +137,27 @@ void CopyLane::issue_loop() {
   issuer_ended_ = true;
   lock.unlock();
   reaper_wakes_.notify_one();
+}
+
+// Also while the head waits for its place: then the disk has the most to win. Walks the requests in the order in which
+// they will be copied, so nothing has to be taken back when one of them fails.
+void CopyLane::read_ahead() {
+  if (read_ahead_bytes_ == 0) read_ahead_bytes_ = roundpipe::read_ahead_bytes();
+  std::vector<std::shared_ptr<LaneRequest>> next;
+  {
+    std::lock_guard lock(mutex_);
+    std::size_t bytes = 0;
+    for (const auto& request : queue_) {
+      if (bytes >= read_ahead_bytes_) break;
+      bytes += request->bytes();
+      if (request->unadvised() != 0) next.push_back(request);
+    }
+  }
+  std::size_t ahead = 0;
+  for (const auto& request : next) {
+    if (ahead >= read_ahead_bytes_) return;
+    ahead += request->advise(read_ahead_bytes_ - ahead);
+  }
 }
 
 CopyLane::Progress CopyLane::advance(const std::shared_ptr<LaneRequest>& request) {
@@ -166,9 +195,18 @@ bool CopyLane::issue_chunk(LaneRequest& request, Chunk* chunk) {
   if (Trace::global().on()) chunk->issued_ns = Trace::now_ns();
   chunk->event = events_->take();
   CopySegment piece{};
+  if (bounce_) bounce_->begin_chunk();
   // Small tensors share a chunk; a piece that would not fit starts the next one.
   while (request.next_piece(options_.chunk_bytes - chunk->bytes, options_.chunk_bytes, &piece)) {
-    device_.copy(*stream_, request.direction(), piece.dst, piece.src, piece.bytes);
+    const void* source = piece.src;
+    if (piece.memory != HostMemory::kPinned) {
+      if (!bounce_)
+        throw Error("transfer on " + device_.name() + ": this lane has no bounce buffers for pageable memory");
+      source = bounce_->fill(piece);
+      chunk->bounced = true;
+      counters_.bounced.fetch_add(piece.bytes, std::memory_order_relaxed);
+    }
+    device_.copy(*stream_, request.direction(), piece.dst, source, piece.bytes);
     counters_.bytes[direction][traffic].fetch_add(piece.bytes, std::memory_order_relaxed);
     counters_.copies[direction].fetch_add(1, std::memory_order_relaxed);
     chunk->bytes += piece.bytes;
@@ -216,6 +254,7 @@ void CopyLane::reap_loop() {
     Chunk chunk = in_flight_.front();  // stays counted as in flight until it is seen complete
     lock.unlock();
     reap(chunk);
+    if (chunk.bounced) bounce_->chunk_complete();
     lock.lock();
     in_flight_.pop_front();
     lock.unlock();

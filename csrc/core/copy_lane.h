@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "core/bounce_buffers.h"
 #include "core/event_pool.h"
 #include "core/lane_request.h"
 #include "core/transfer_engine.h"
@@ -21,6 +22,7 @@ namespace roundpipe {
 struct TransferCounters {
   std::array<std::array<std::atomic<std::uint64_t>, kTrafficKinds>, 2> bytes{};  // by direction
   std::array<std::atomic<std::uint64_t>, 2> copies{};
+  std::atomic<std::uint64_t> bounced{0};
 };
 
 struct LaneOptions {
@@ -29,6 +31,8 @@ struct LaneOptions {
   std::size_t chunk_bytes;  // the size of the pieces into which large segments are cut
   std::size_t chunks_in_flight;
   HappensBefore* checker;
+  std::shared_ptr<HostArena> arena;  // for bounce buffers; null: this lane takes pinned memory only
+  std::size_t fill_threads;
 };
 
 class CopyLane {
@@ -50,6 +54,7 @@ class CopyLane {
     bool last;
     std::size_t bytes;
     std::uint64_t issued_ns;  // 0: not tracing
+    bool bounced = false;     // it has a bounce buffer
   };
   enum class Progress : std::uint8_t { kBlocked, kMore, kEnded };
 
@@ -58,6 +63,7 @@ class CopyLane {
   bool issue_chunk(LaneRequest& request, Chunk* chunk);  // true: it was the last
   void end_failed(const std::shared_ptr<LaneRequest>& request, std::exception_ptr failure);
   void push(Chunk chunk);
+  void read_ahead();
 
   void reap_loop();
   void reap(const Chunk& chunk);
@@ -67,6 +73,8 @@ class CopyLane {
   TransferCounters& counters_;
   const LaneOptions options_;
   const std::unique_ptr<Stream> stream_;
+  const std::unique_ptr<BounceBuffers> bounce_;  // null: none
+  std::size_t read_ahead_bytes_ = 0;             // issuer only; 0: not asked yet
 
   std::mutex mutex_;  // guards everything below; never held while a callback or the device is called
   std::condition_variable issuer_wakes_;
@@ -81,6 +89,7 @@ class CopyLane {
   std::uint64_t blocked_at_ = 0;
   std::size_t unfinished_requests_ = 0;
   std::size_t unfinished_bytes_ = 0;
+  bool reads_files_ = false;  // some request did: then it is worth looking ahead
   bool stopping_ = false;
   bool issuer_ended_ = false;  // nothing will be pushed to in_flight_ any more
 

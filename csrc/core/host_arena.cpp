@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <list>
@@ -25,11 +24,6 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-bool memory_check_skipped() {
-  const char* value = std::getenv("ROUNDPIPE_SKIP_MEMORY_CHECK");
-  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
-}
 
 }  // namespace
 

@@ -203,8 +203,9 @@ class HostDevice final : public Device {
 struct HostBackend::State {
   std::shared_ptr<HostRuntime> runtime;
   std::vector<std::unique_ptr<HostDevice>> devices;
-  std::mutex mutex;  // guards `registered`
+  std::mutex mutex;  // guards everything below
   std::map<std::uintptr_t, std::size_t> registered;
+  std::int64_t registrations_until_failure = -1;  // negative: none fails
 };
 
 HostBackend::HostBackend(const HostBackendOptions& options) : state_(std::make_unique<State>()) {
@@ -230,6 +231,10 @@ void HostBackend::register_host(void* base, std::size_t bytes) {
   require_registrable(base, bytes);
   const std::uintptr_t begin = address(base);
   std::lock_guard lock(state_->mutex);
+  if (state_->registrations_until_failure >= 0 && state_->registrations_until_failure-- == 0) {
+    throw DriverError("register_host of " + std::to_string(bytes) + " bytes: injected failure; nothing was registered",
+                      kInjectedFailure);
+  }
   const auto next = state_->registered.lower_bound(begin);
   const bool overlaps_next = next != state_->registered.end() && next->first < begin + bytes;
   const bool overlaps_previous =
@@ -251,6 +256,14 @@ void HostBackend::unregister_host(void* base) noexcept {
   state_->registered.erase(it);
 }
 
+bool HostBackend::page_locked(const void* byte) {
+  std::lock_guard lock(state_->mutex);
+  const auto after = state_->registered.upper_bound(address(byte));
+  if (after == state_->registered.begin()) return false;
+  const auto& [begin, bytes] = *std::prev(after);
+  return address(byte) - begin < bytes;
+}
+
 HappensBefore* HostBackend::checker() noexcept { return state_->runtime->checker(); }
 
 void HostBackend::set_delays(std::uint64_t seed, std::uint32_t max_delay_us) {
@@ -258,5 +271,10 @@ void HostBackend::set_delays(std::uint64_t seed, std::uint32_t max_delay_us) {
 }
 
 void HostBackend::fail_copy_after(std::int64_t copies) { state_->runtime->fail_copy_after(copies); }
+
+void HostBackend::fail_registration_after(std::int64_t registrations) {
+  std::lock_guard lock(state_->mutex);
+  state_->registrations_until_failure = registrations;
+}
 
 }  // namespace roundpipe

@@ -29,10 +29,12 @@ class HostBackend : public Backend {
   Device& device(std::size_t index) override;
   void register_host(void* base, std::size_t bytes) override;
   void unregister_host(void* base) noexcept override;
+  bool page_locked(const void* address) override;
   HappensBefore* checker() noexcept override;
 
   void set_delays(std::uint64_t seed, std::uint32_t max_delay_us);  // while running
   void fail_copy_after(std::int64_t copies);  // the copy after `copies` more ones fails once; negative: never
+  void fail_registration_after(std::int64_t registrations);  // likewise
 
  private:
   struct State;

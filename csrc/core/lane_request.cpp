@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/bounce_buffers.h"
 #include "core/errors.h"
 #include "core/happens_before.h"
 #include "core/saturating_deadline.h"
@@ -17,6 +18,7 @@ LaneRequest::LaneRequest(Device& device, TransferRequest request, HappensBefore*
                "transfer: a segment of " + std::to_string(segment.bytes) +
                    " bytes has a null address; every non-empty segment needs a source and a target");
     bytes_ += segment.bytes;
+    if (segment.memory == HostMemory::kFile || segment.memory == HostMemory::kFileOnce) unadvised_ += segment.bytes;
   }
   // The submitter's past happens before whatever the issuer does for it: the lane's lock gives that order, the token
   // tells the checker.
@@ -88,13 +90,42 @@ bool LaneRequest::next_piece(std::size_t room, std::size_t chunk, CopySegment* p
   const CopySegment& segment = request_.segments[segment_];
   const std::size_t bytes = std::min(segment.bytes - offset_, chunk);
   if (bytes > room) return false;
-  *piece = {static_cast<char*>(segment.dst) + offset_, static_cast<const char*>(segment.src) + offset_, bytes};
+  *piece = {static_cast<char*>(segment.dst) + offset_, static_cast<const char*>(segment.src) + offset_, bytes,
+            segment.memory};
   offset_ += bytes;
   if (offset_ == segment.bytes) {
     ++segment_;
     offset_ = 0;
   }
   return true;
+}
+
+std::size_t LaneRequest::advise(std::size_t most) {
+  std::size_t ahead = 0;
+  // What was copied needs no advice any more.
+  if (advised_segment_ < segment_ || (advised_segment_ == segment_ && advised_offset_ < offset_)) {
+    advised_segment_ = segment_;
+    advised_offset_ = offset_;
+  }
+  std::size_t left = 0;
+  for (std::size_t i = segment_; i < request_.segments.size(); ++i) {
+    const CopySegment& segment = request_.segments[i];
+    if (segment.memory != HostMemory::kFile && segment.memory != HostMemory::kFileOnce) continue;
+    const std::size_t begin = i == segment_ ? offset_ : 0;
+    const std::size_t known = i < advised_segment_    ? segment.bytes
+                              : i == advised_segment_ ? std::max(begin, advised_offset_)
+                                                      : begin;
+    const std::size_t wanted = std::min(segment.bytes, begin + (most - std::min(most, ahead)));
+    if (wanted > known) {
+      advise_read_ahead(static_cast<const char*>(segment.src) + known, wanted - known);
+      advised_segment_ = i;
+      advised_offset_ = wanted;
+    }
+    ahead += std::max(wanted, known) - begin;
+    left += segment.bytes - std::max(wanted, known);
+  }
+  unadvised_.store(left, std::memory_order_relaxed);
+  return ahead;
 }
 
 void LaneRequest::mark_issued(std::shared_ptr<Event> last) {

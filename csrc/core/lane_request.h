@@ -35,6 +35,10 @@ class LaneRequest final : public Handover {
   bool next_piece(std::size_t room, std::size_t chunk, CopySegment* piece);
   bool exhausted() const noexcept { return segment_ == request_.segments.size(); }
   void mark_issued(std::shared_ptr<Event> last);
+  // Bytes mapped from files of which the kernel was not told yet that they will be read.
+  std::size_t unadvised() const noexcept { return unadvised_.load(std::memory_order_relaxed); }
+  // Tells it so up to `most` bytes beyond what was copied; gives how many bytes of the request lie ahead now.
+  std::size_t advise(std::size_t most);
 
   // -- reaper's thread only, after the last chunk: runs `finished`, drops `keep_alive`, wakes who waits for completion
   void finish();
@@ -57,6 +61,9 @@ class LaneRequest final : public Handover {
   std::size_t segment_ = 0;  // the next piece starts here
   std::size_t offset_ = 0;
   bool started_ = false;
+  std::atomic<std::size_t> unadvised_{0};  // atomic: submitters and the issuer look at it
+  std::size_t advised_segment_ = 0;        // the kernel knows of everything before this place
+  std::size_t advised_offset_ = 0;
 
   mutable std::mutex mutex_;  // guards what the lane tells consumers: everything below
   std::condition_variable changed_;

@@ -5,12 +5,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <limits>
 #include <optional>
 #include <sstream>
 #include <string_view>
 #include <vector>
+
+#include "core/errors.h"
 
 namespace roundpipe {
 namespace {
@@ -174,6 +178,21 @@ MemoryLimits read_memory_limits(const std::string& root) {
   apply_cgroup(root, /*version2=*/true, limits);
   apply_cgroup(root, /*version2=*/false, limits);
   return limits;
+}
+
+bool memory_check_skipped() noexcept {
+  const char* value = std::getenv("ROUNDPIPE_SKIP_MEMORY_CHECK");
+  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+}
+
+void require_host_memory(std::size_t bytes, const std::string& purpose) {
+  if (memory_check_skipped()) return;
+  const MemoryLimits limits = read_memory_limits();
+  if (limits.headroom_bytes() >= bytes) return;
+  throw HostOutOfMemory("host memory: asked for " + format_bytes(bytes) + " (" + std::to_string(bytes) + " bytes) " +
+                            purpose + ", but " + limits.describe() +
+                            ". If this machine's memory grows as it is used, set ROUNDPIPE_SKIP_MEMORY_CHECK=1",
+                        bytes);
 }
 
 std::size_t page_bytes() noexcept {

@@ -22,6 +22,11 @@ struct MemoryLimits {
 // directory that holds proc and sys ("" for the real ones).
 MemoryLimits read_memory_limits(const std::string& root = "");
 
+// ROUNDPIPE_SKIP_MEMORY_CHECK=1: for machines whose memory grows as it is used.
+bool memory_check_skipped() noexcept;
+// Throws HostOutOfMemory when fewer than `bytes` are left. `purpose` says for what, and what would need less.
+void require_host_memory(std::size_t bytes, const std::string& purpose);
+
 std::size_t page_bytes() noexcept;
 std::string format_bytes(std::size_t bytes);  // "512 B", "1.50 GiB"
 

@@ -16,7 +16,7 @@ constexpr std::size_t kSlicesPerThread = 4;
 
 }  // namespace
 
-SlicePool::SlicePool(std::size_t threads, HappensBefore* checker) : checker_(checker) {
+SlicePool::SlicePool(std::size_t threads, HappensBefore* checker, const char* name) : checker_(checker), name_(name) {
   RP_REQUIRE(threads != 0, "SlicePool: threads is 0, expected at least 1");
   try {
     for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work_loop(i); });
@@ -77,7 +77,7 @@ void SlicePool::run(std::size_t elements, std::size_t grain, const Body& body) {
 }
 
 void SlicePool::work_loop(std::size_t index) {
-  pthread_setname_np(pthread_self(), ("rp-optim-" + std::to_string(index)).substr(0, 15).c_str());
+  pthread_setname_np(pthread_self(), (std::string(name_) + "-" + std::to_string(index)).substr(0, 15).c_str());
   std::uint64_t seen = 0;
   std::unique_lock lock(mutex_);
   for (;;) {

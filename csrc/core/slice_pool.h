@@ -19,8 +19,8 @@ class SlicePool {
  public:
   using Body = std::function<void(std::size_t begin, std::size_t end)>;
 
-  // `threads` counts the caller of run(): one thread fewer is started.
-  SlicePool(std::size_t threads, HappensBefore* checker);
+  // `threads` counts the caller of run(): one thread fewer is started. `name`: of the threads, static storage.
+  SlicePool(std::size_t threads, HappensBefore* checker, const char* name = "rp-optim");
   ~SlicePool();
   SlicePool(const SlicePool&) = delete;
   SlicePool& operator=(const SlicePool&) = delete;
@@ -50,6 +50,7 @@ class SlicePool {
   std::size_t active_ = 0;        // workers inside work_
   bool stop_ = false;
   HappensBefore* checker_;
+  const char* const name_;
   std::vector<std::thread> workers_;
 };
 

@@ -134,7 +134,7 @@ TransferRequest StageStreamer::State::weights_upload(const std::shared_ptr<Strea
   request.traffic = Traffic::kWeights;
   char* place = job->base + unit.weights.tenancy->extent.begin;
   for (const HostSegment& segment : unit.use.unit->weights) {
-    request.segments.push_back({place + segment.offset, segment.host, segment.bytes});
+    request.segments.push_back({place + segment.offset, segment.host, segment.bytes, segment.memory});
   }
   request.ready = [self = shared_from_this(), job, &unit] {
     return self->upload_ready(*job, unit, unit.weights, &unit.upload, "the upload");

@@ -36,7 +36,8 @@ struct TransferEngine::State {
       lanes[lane_index(direction, lane)] = std::make_unique<CopyLane>(
           device, events, counters,
           LaneOptions{name, direction, bulk ? options.chunk_bytes : kWhole,
-                      bulk ? options.bulk_chunks_in_flight : options.activation_copies_in_flight, options.checker});
+                      bulk ? options.bulk_chunks_in_flight : options.activation_copies_in_flight, options.checker,
+                      bulk && direction == Direction::kHostToDevice ? options.arena : nullptr, options.fill_threads});
     };
     open("upAct", Direction::kHostToDevice, Lane::kActivations);
     open("upBlk", Direction::kHostToDevice, Lane::kBulk);
@@ -116,7 +117,10 @@ std::uint64_t TransferEngine::copies(Direction direction) const {
   return state_->counters.copies.at(static_cast<std::size_t>(direction)).load(std::memory_order_relaxed);
 }
 
+std::uint64_t TransferEngine::bounced_bytes() const { return state_->counters.bounced.load(std::memory_order_relaxed); }
+
 void TransferEngine::reset_counters() {
+  state_->counters.bounced.store(0, std::memory_order_relaxed);
   for (auto& direction : state_->counters.bytes) {
     for (auto& traffic : direction) traffic.store(0, std::memory_order_relaxed);
   }

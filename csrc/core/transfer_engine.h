@@ -26,6 +26,8 @@
 
 namespace roundpipe {
 
+class HostArena;
+
 enum class Lane : std::uint8_t { kActivations, kBulk };
 enum class Traffic : std::uint8_t { kWeights, kGradients, kActivations, kBuffers, kInputs };
 inline constexpr std::size_t kTrafficKinds = 5;
@@ -34,6 +36,7 @@ struct CopySegment {
   void* dst;
   const void* src;
   std::size_t bytes;
+  HostMemory memory = HostMemory::kPinned;  // of a source on the host, on the bulk lane up; elsewhere it must be pinned
 };
 
 enum class Readiness : std::uint8_t { kNotYet, kReady, kPoisoned };
@@ -75,6 +78,8 @@ struct TransferOptions {
   std::size_t bulk_chunks_in_flight = 3;
   std::size_t activation_copies_in_flight = 8;
   HappensBefore* checker = nullptr;  // of the device's backend; outlives the engine and all hand-overs
+  std::shared_ptr<HostArena> arena = nullptr;  // of the bounce buffers for pageable sources; null: such a request fails
+  std::size_t fill_threads = 1;      // that fill bounce buffers, the lane's own included
 };
 
 class TransferEngine {
@@ -98,6 +103,7 @@ class TransferEngine {
 
   std::uint64_t bytes(Direction direction, Traffic traffic) const;  // issued since construction or the last reset
   std::uint64_t copies(Direction direction) const;
+  std::uint64_t bounced_bytes() const;  // of these, through bounce buffers
   void reset_counters();
 
  private:

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/backend.h"
 #include "core/layer_clock.h"
 
 namespace roundpipe {
@@ -14,6 +15,7 @@ struct HostSegment {
   void* host;
   std::size_t offset;  // inside the packed device image
   std::size_t bytes;
+  HostMemory memory = HostMemory::kPinned;
 };
 
 struct WeightUnit {

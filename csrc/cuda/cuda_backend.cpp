@@ -214,6 +214,15 @@ class CudaBackend final : public Backend {
     cuda::release_quietly(devices_.front()->context(), [&] { driver_api().host_unregister(base); });
   }
 
+  bool page_locked(const void* address) override {
+    const ScopedContext scope(devices_.front()->context());
+    unsigned type = 0;
+    // Memory that the driver does not know at all is an "invalid value" to it, which is an answer and no failure.
+    return driver_api().pointer_get_attribute(&type, cuda::kPointerAttributeMemoryType,
+                                              reinterpret_cast<cuda::DevicePointer>(address)) == cuda::kSuccess &&
+           type == cuda::kMemoryTypeHost;
+  }
+
   HappensBefore* checker() noexcept override { return nullptr; }
 
  private:

@@ -28,6 +28,8 @@ inline constexpr Result kNotReady = 600;
 inline constexpr Result kNoDriver = -1;
 
 inline constexpr unsigned kHostRegisterPortable = 0x1;
+inline constexpr int kPointerAttributeMemoryType = 2;
+inline constexpr unsigned kMemoryTypeHost = 1;
 inline constexpr unsigned kEventBlockingSync = 0x1;
 inline constexpr unsigned kEventDisableTiming = 0x2;
 inline constexpr unsigned kStreamNonBlocking = 0x1;
@@ -45,6 +47,7 @@ inline constexpr unsigned kStreamNonBlocking = 0x1;
   X(context_set_current, "cuCtxSetCurrent", (ContextHandle))                                         \
   X(host_register, "cuMemHostRegister_v2", (void*, std::size_t, unsigned))                           \
   X(host_unregister, "cuMemHostUnregister", (void*))                                                 \
+  X(pointer_get_attribute, "cuPointerGetAttribute", (void*, int, DevicePointer))                     \
   X(copy_to_device, "cuMemcpyHtoDAsync_v2", (DevicePointer, const void*, std::size_t, StreamHandle)) \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void*, DevicePointer, std::size_t, StreamHandle))         \
   X(set_bytes, "cuMemsetD8Async", (DevicePointer, unsigned char, std::size_t, StreamHandle))         \

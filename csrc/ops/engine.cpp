@@ -1,5 +1,6 @@
 #include "ops/engine.h"
 
+#include <algorithm>
 #include <future>
 #include <thread>
 #include <utility>
@@ -51,6 +52,12 @@ std::unique_ptr<Backend> make_real_backend(const std::vector<std::int64_t>& devi
   return make_cuda_backend(ordinals);
 }
 
+// Two or three cores reach the memory's bandwidth, and several devices share it; the optimizer wants cores too.
+std::size_t fill_threads(std::size_t devices) {
+  constexpr std::size_t kMost = 8;
+  return std::clamp<std::size_t>(std::thread::hardware_concurrency() / (2 * devices), 1, kMost);
+}
+
 }  // namespace
 
 void Pokes::set(std::vector<TransferEngine*> engines) {
@@ -89,6 +96,8 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
     room->compute = room->device->wrap_compute_stream(0);
     TransferOptions options;
     options.checker = backend_->checker();
+    options.arena = arena_;
+    options.fill_threads = fill_threads(devices.size());
     room->transfers = std::make_unique<TransferEngine>(*room->device, options);
     room->streamer = std::make_unique<StageStreamer>(*room->device, *room->transfers);
     transfers.push_back(room->transfers.get());

@@ -76,6 +76,11 @@ std::vector<std::int64_t> engine_bytes(std::int64_t engine, std::int64_t device)
   return bytes;
 }
 
+std::int64_t engine_bounced_bytes(std::int64_t engine, std::int64_t device) {
+  EngineUse use(engine, "engine");
+  return static_cast<std::int64_t>(use->room(device).transfers->bounced_bytes());
+}
+
 void engine_reset_bytes(std::int64_t engine) {
   EngineUse use(engine, "engine");
   for (std::size_t i = 0; i < use->device_count(); ++i) use->room_at(i).transfers->reset_counters();
@@ -109,8 +114,10 @@ void engine_inject(std::int64_t engine, std::string what, std::int64_t a, std::i
     backend->set_delays(static_cast<std::uint64_t>(a), static_cast<std::uint32_t>(b));
   } else if (what == "fail_copy") {
     backend->fail_copy_after(a);
+  } else if (what == "fail_registration") {
+    backend->fail_registration_after(a);
   } else {
-    refuse("what", "'delay' or 'fail_copy'", "'" + what + "'");
+    refuse("what", "'delay', 'fail_copy' or 'fail_registration'", "'" + what + "'");
   }
 }
 
@@ -131,6 +138,7 @@ STABLE_TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) {
   ROUNDPIPE_OP(library, engine_set_stream);
   ROUNDPIPE_OP(library, engine_set_region);
   ROUNDPIPE_OP(library, engine_bytes);
+  ROUNDPIPE_OP(library, engine_bounced_bytes);
   ROUNDPIPE_OP(library, engine_reset_bytes);
   ROUNDPIPE_OP(library, engine_poke);
   ROUNDPIPE_OP(library, engine_wait_idle);

@@ -34,8 +34,8 @@ Unpacked unpack(std::int64_t handle) {
 [[noreturn]] void refuse(HandleKind expected, std::int64_t handle, const char* argument, bool stale) {
   std::string came;
   const std::uint64_t kind = unpack(handle).kind;
-  const bool known = kind >= static_cast<std::uint64_t>(HandleKind::kEngine) &&
-                     kind <= static_cast<std::uint64_t>(HandleKind::kTransit);
+  const bool known =
+      kind >= static_cast<std::uint64_t>(HandleKind::kEngine) && kind <= static_cast<std::uint64_t>(HandleKind::kClaim);
   if (handle == 0) {
     came = "0, which is no handle";
   } else if (stale) {
@@ -71,6 +71,8 @@ const char* handle_kind_name(HandleKind kind) {
       return "recompute";
     case HandleKind::kTransit:
       return "data-plane copy";
+    case HandleKind::kClaim:
+      return "claim";
   }
   return "unknown";
 }

@@ -10,7 +10,17 @@
 
 namespace roundpipe::ops {
 
-enum class HandleKind : std::uint8_t { kEngine = 1, kUnit, kTicket, kJob, kRecord, kFetch, kRecompute, kTransit };
+enum class HandleKind : std::uint8_t {
+  kEngine = 1,
+  kUnit,
+  kTicket,
+  kJob,
+  kRecord,
+  kFetch,
+  kRecompute,
+  kTransit,
+  kClaim
+};
 const char* handle_kind_name(HandleKind kind);
 
 class HandleRegistry {

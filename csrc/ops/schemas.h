@@ -24,6 +24,12 @@
   /* -- host memory ------------------------------------------------------------------------------------------- */   \
   def("host_empty(int[] size, ScalarType dtype) -> Tensor")            /* zero-filled, pinned for the open engine */  \
   def("host_stats() -> int[]")                                         /* HostArenaStats, in order */                 \
+  /* host memory of others, in which weights stay; pin: page-lock it where it is. A claim lives as long as its units.   */ \
+  def("host_claim(int engine, Tensor[] tensors, bool pin) -> int")                                                      \
+  def("host_claim_drop(int claim) -> ()")                                                                               \
+  def("host_claim_stats(int claim) -> int[]")                          /* HostClaimStats; claim 0: of all together */   \
+  def("host_file_bytes(Tensor[] tensors) -> int")                      /* how much of them is mapped from files */      \
+  def("host_limits() -> int[]")              /* total, available, group's limit (0: none), group's use, headroom */     \
   /* -- engine and devices ------------------------------------------------------------------------------------ */   \
   /* kind "cuda" | "host"; devices: driver ordinals, or 0..n-1 */                                                     \
   def("engine_open(str kind, int[] devices, int memory_limit_bytes, bool check) -> int")                             \
@@ -31,15 +37,17 @@
   def("engine_set_stream(int engine, int device, int stream) -> ()")   /* native compute stream, before any job */    \
   def("engine_set_region(int engine, int device, Tensor region) -> ()") /* uint8; the engine holds the tensor */      \
   def("engine_bytes(int engine, int device) -> int[]")                 /* 2 directions x 5 kinds of traffic */        \
+  def("engine_bounced_bytes(int engine, int device) -> int")           /* of these, up through bounce buffers */      \
   def("engine_reset_bytes(int engine) -> ()")                                                                        \
   def("engine_poke(int engine) -> ()")                                                                               \
   def("engine_wait_idle(int engine, int timeout_ms) -> bool")          /* no open job, no copy under way */           \
   def("engine_reports(int engine) -> str")                             /* races found, one a line; taken */           \
-  def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us | "fail_copy" n */           \
+  def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us | "fail_copy" n | "fail_registration" n */ \
   def("engine_live(int engine) -> int[]")        /* records, record bytes, peak record bytes, open jobs, handles */   \
   /* -- units and tickets ------------------------------------------------------------------------------------- */   \
   /* weights: host tensors (any dtype, contiguous) at `offsets` of the packed image of weight_bytes */                \
-  def("unit_open(int engine, Tensor[] weights, int[] offsets, int weight_bytes, int gradient_bytes) -> int")         \
+  /* claim: of whose memory weights are; 0: all of them are pinned */                                                \
+  def("unit_open(int engine, Tensor[] weights, int[] offsets, int weight_bytes, int gradient_bytes, int claim=0) -> int") \
   def("unit_close(int unit) -> ()")                                                                                  \
   def("unit_counters(int unit) -> int[]")                              /* issued x5, completed x5 */                  \
   def("unit_new_epoch(int unit) -> ()")                                                                              \

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/host_claim.h"
 #include "core/layer_clock.h"
 #include "core/weight_unit.h"
 #include "ops/engine.h"
@@ -20,6 +21,7 @@ struct UnitBody {
 
   std::shared_ptr<Backend> backend;
   std::vector<Tensor> tensors;
+  std::shared_ptr<HostClaim> claim;  // null: all memory is pinned
   WeightUnit unit;
 };
 

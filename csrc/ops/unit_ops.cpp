@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "ops/checks.h"
+#include "ops/claim.h"
 #include "ops/guard.h"
 #include "ops/unit.h"
 
@@ -14,9 +15,10 @@ namespace {
 
 constexpr std::int64_t kImageAlignment = 256;
 
-// The segments in the order of their offsets, neighbours joined where the host memory is packed like the image.
+// The segments in the order of their offsets, neighbours joined where the host memory is packed like the image. Memory
+// of a claim is cut where its kind changes; the claim refuses nothing, so what lies outside it is pageable.
 std::vector<HostSegment> pack_segments(const std::vector<DeviceBytes>& ranges, const std::vector<std::int64_t>& offsets,
-                                       std::int64_t weight_bytes) {
+                                       std::int64_t weight_bytes, const HostClaim* claim) {
   std::vector<std::size_t> order(ranges.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return offsets[a] < offsets[b]; });
@@ -36,8 +38,14 @@ std::vector<HostSegment> pack_segments(const std::vector<DeviceBytes>& ranges, c
       refuse(at("offsets", i), "weights that do not overlap, so " + std::to_string(end) + " or more",
              std::to_string(offset));
     }
-    if (!segments.empty() && offset == end &&
-        static_cast<char*>(segments.back().host) + segments.back().bytes == ranges[i].data) {
+    if (claim != nullptr) {
+      std::size_t inside = offset;
+      for (const HostPiece& piece : claim->pieces(ranges[i].data, bytes)) {
+        segments.push_back({piece.base, inside, piece.bytes, piece.memory});
+        inside += piece.bytes;
+      }
+    } else if (!segments.empty() && offset == end &&
+               static_cast<char*>(segments.back().host) + segments.back().bytes == ranges[i].data) {
       segments.back().bytes += bytes;
     } else {
       segments.push_back({ranges[i].data, offset, bytes});
@@ -50,8 +58,14 @@ std::vector<HostSegment> pack_segments(const std::vector<DeviceBytes>& ranges, c
 std::atomic<std::uint64_t> next_unit_id{1};
 
 std::int64_t unit_open(std::int64_t engine, std::vector<Tensor> weights, std::vector<std::int64_t> offsets,
-                       std::int64_t weight_bytes, std::int64_t gradient_bytes) {
+                       std::int64_t weight_bytes, std::int64_t gradient_bytes, std::int64_t claim_handle) {
   EngineUse use(engine, "engine");
+  std::shared_ptr<HostClaim> claim;
+  if (claim_handle != 0) {
+    const auto found = HandleRegistry::global().get<Claim>(claim_handle, "claim");
+    found->require_engine(use.share(), "claim");
+    claim = found->body;
+  }
   require_same_length("offsets", offsets.size(), "weights", weights.size());
   for (const auto& [name, bytes] : {std::pair{"weight_bytes", weight_bytes}, {"gradient_bytes", gradient_bytes}}) {
     if (bytes < 0 || bytes % kImageAlignment != 0) {
@@ -64,7 +78,8 @@ std::int64_t unit_open(std::int64_t engine, std::vector<Tensor> weights, std::ve
   body->unit.id = next_unit_id++;
   body->unit.weight_bytes = static_cast<std::size_t>(weight_bytes);
   body->unit.gradient_bytes = static_cast<std::size_t>(gradient_bytes);
-  body->unit.weights = pack_segments(held.ranges, offsets, weight_bytes);
+  body->unit.weights = pack_segments(held.ranges, offsets, weight_bytes, claim.get());
+  body->claim = std::move(claim);
   body->unit.clock.set_observer([pokes = use->pokes()] { pokes->poke(); });
   auto unit = std::make_shared<Unit>(use.share());
   unit->body = std::move(body);

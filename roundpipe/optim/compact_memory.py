@@ -52,7 +52,7 @@ class Slot:
     scales: list[Tensor] = field(default_factory=list)  # of eight-bit moments, in the same order
 
     def weight(self) -> Tensor:
-        return flat_view(self.unit.image, self.layout)
+        return self.unit.home(self.host)
 
     def shaped(self, flat: Tensor) -> Tensor:
         return flat.as_strided(self.layout.size, self.layout.stride)

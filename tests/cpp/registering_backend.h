@@ -31,6 +31,9 @@ class RegisteringBackend : public Backend {
     EXPECT_GT(bytes, 0U);
     last_base = base;
     if (calls_++ == fail_at) throw DriverError("injected", 999);
+    const auto next = ranges.lower_bound(base);
+    EXPECT_TRUE(next == ranges.end() || static_cast<char*>(base) + bytes <= next->first);
+    EXPECT_TRUE(next == ranges.begin() || static_cast<char*>(std::prev(next)->first) + std::prev(next)->second <= base);
     EXPECT_TRUE(ranges.emplace(base, bytes).second);
     registered += bytes;
     largest = std::max(largest, bytes);
@@ -41,6 +44,13 @@ class RegisteringBackend : public Backend {
     ASSERT_NE(range, ranges.end());
     registered -= range->second;
     ranges.erase(range);
+  }
+  bool page_locked(const void* address) override {
+    std::lock_guard lock(mutex_);
+    const auto after = ranges.upper_bound(const_cast<void*>(address));
+    if (after == ranges.begin()) return false;
+    const auto& [base, bytes] = *std::prev(after);
+    return static_cast<std::size_t>(static_cast<const char*>(address) - static_cast<const char*>(base)) < bytes;
   }
   HappensBefore* checker() noexcept override { return checker_.get(); }
   void check() { checker_ = std::make_unique<HappensBefore>(); }
