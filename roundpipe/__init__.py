@@ -10,6 +10,7 @@ from . import data_plane, optim
 from .activation_offload import offload_activations
 from .devices import devices, use_devices
 from .grad_scaler import GradScaler
+from .memory import memory_report
 from .model import RoundPipe
 from .optimizer_context import OptimizerCtx
 from .plan import ModelExecutePlan
@@ -31,6 +32,7 @@ __all__ = [
     "devices",
     "doing_recompute",
     "get_recompute_data",
+    "memory_report",
     "offload_activations",
     "optim",
     "save_for_recompute",

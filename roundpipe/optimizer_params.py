@@ -56,6 +56,11 @@ class OptimizerParameters:
     def __bool__(self) -> bool:
         return bool(self._made)
 
+    @property
+    def host_bytes(self) -> int:
+        entries = self._made.values()
+        return sum(e.flat.nbytes + (0 if e.gradient is None else e.gradient.nbytes) for e in entries)
+
     def ensure(self) -> None:
         """Makes what is missing, from the present host weights. Requires that no publish is outstanding."""
         for unit in self._units:

@@ -75,6 +75,7 @@ class TrainingState:
         self.plans = PlanKeeper(self)
         self.attach(engine)
         self._note_versions()
+        _living.add(self)
         self._finalizer = weakref.finalize(self, _let_go, layers, self.units, placement)
         self._finalizer.atexit = False
 
@@ -97,6 +98,7 @@ class TrainingState:
 
     def close(self) -> None:
         """Lets go of the weights: nothing runs any more, and nothing will."""
+        _living.discard(self)
         self._finalizer()
 
     # -- before a call -------------------------------------------------------------------------------------------
@@ -490,6 +492,14 @@ class TrainingState:
         """(number of devices, memory in bytes of the smallest; None: no limit)."""
         memory = [device.memory_bytes for device in devices()]
         return len(memory), min((m for m in memory if m is not None), default=None)
+
+
+_living: weakref.WeakSet[TrainingState] = weakref.WeakSet()
+
+
+def living_states() -> list[TrainingState]:
+    """Of every wrapper in this process."""
+    return list(_living)
 
 
 def place(layers: list[nn.Module], optim_dtype: torch.dtype | None, pin_model: str, name: str) -> TrainingState:

@@ -106,6 +106,12 @@ class CompactMemory:
         self.updates: dict[Any, Any] = {}  # UnitUpdate by what it is for; see find_update
         self._shadows: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
+    @property
+    def host_bytes(self) -> int:
+        """Masters, moments and shadows."""
+        kept = [t for s in self.slots.values() for t in (s.low, s.master, *s.moments) if t is not None]
+        return sum(tensor.nbytes for tensor in (*kept, *(shadow for _, shadow in self._shadows.values())))
+
     # -- slots ---------------------------------------------------------------------------------------------------
     def add(self, host: nn.Parameter, name: str, unit: Unit, layout: TensorLayout, group: int) -> None:
         if host.dtype not in _WEIGHT_DTYPES:

@@ -1,0 +1,156 @@
+"""``memory_report()``: where every byte of host and device memory is that this process's models hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from . import _ops
+from . import engine as engines
+from .training_state import living_states
+
+__all__ = ["DeviceMemory", "HostMemory", "MemoryReport", "memory_report"]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory in bytes, by what it is for. All but the weights in place lies in pinned memory of exact size."""
+
+    weights_bytes: int
+    """Weights that were copied into pinned memory."""
+    weights_in_place_bytes: int
+    """Weights that stay in their own storages (pin_model "register" and "off")."""
+    mapped_bytes: int
+    """Of these, mapped from files: the system may drop them and read them again."""
+    gradients_bytes: int
+    """Gradient images: one a unit, two once a window had several calls."""
+    optimizer_bytes: int
+    """Optimizer parameters with their gradients, or masters, moments and shadows of compact optimizers. States that
+    torch's own optimizers keep are not known here; they are part of ``process_bytes``."""
+    activations_bytes: int
+    """Boundary activations, inputs and outputs that wait for recompute, backward, or their caller."""
+    other_bytes: int
+    """Bounce buffers, copies made by the operators for graphs, rounding."""
+    idle_bytes: int
+    """Pinned memory that is kept for reuse."""
+    locked_bytes: int
+    """Page-locked by the engine: what it allocated and what it registered in place."""
+    process_bytes: int
+    """Resident memory of the whole process, as the system counts it."""
+    available_bytes: int
+    """What the system and the control group have left."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Pinned memory taken from the system: everything above but weights in place."""
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.other_bytes
+            + self.idle_bytes
+        )
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One device's memory in bytes."""
+
+    name: str
+    """``"cuda:0"``, ``"host:1"``."""
+    region_bytes: int
+    """Streamed weights and gradients: a region for two consecutive stages."""
+    tensors_bytes: int | None
+    """Other tensors: activations and the user's own. None: not counted (a simulated device)."""
+    cached_bytes: int | None
+    """Kept by torch's caching allocator for reuse."""
+    elsewhere_bytes: int | None
+    """In use outside torch's allocator: the CUDA context, libraries, other processes."""
+    total_bytes: int | None
+    """Size of the device; a simulated one's limit."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """``str()`` of it is a table."""
+
+    host: HostMemory
+    devices: tuple[DeviceMemory, ...]
+
+    def __str__(self) -> str:
+        lines = ["host memory"]
+        for field in fields(self.host):
+            lines.append(_line(field.name, getattr(self.host, field.name)))
+        for device in self.devices:
+            lines.append(f"device {device.name}")
+            lines += [_line(f.name, getattr(device, f.name)) for f in fields(device) if f.name != "name"]
+        return "\n".join(lines)
+
+
+def memory_report() -> MemoryReport:
+    """What this process's models, and the engine for them, hold at this moment. Opens the engine, waits for nothing.
+
+    Work under way changes the numbers meanwhile; after ``model.synchronize()`` they stand still.
+    """
+    engine = engines.current()
+    reserved, registered, used, quarantined, _, _ = _ops.host_stats()
+    locked_in_place, pinned, pageable, mapped, _ = _ops.host_claim_stats(0)
+    del pinned, pageable
+    weights = in_place = gradients = optimizer = 0
+    for state in living_states():
+        for unit in state.units:
+            packed = int(unit.image.numel())
+            weights += packed
+            in_place += sum(h.nbytes for h in unit.homes if not _within(h, unit.image))
+            gradients += unit.host_gradient_bytes
+        optimizer += state.optimizer.host_bytes
+        if state.compact.memory is not None:
+            optimizer += state.compact.memory.host_bytes
+    activations = _ops.engine_live(engine.handle)[1]
+    known = weights + gradients + optimizer + activations
+    available = _ops.host_limits()[4]
+    host = HostMemory(
+        weights_bytes=weights,
+        weights_in_place_bytes=in_place,
+        mapped_bytes=mapped,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        other_bytes=max(0, used + quarantined - known),
+        idle_bytes=max(0, reserved - used - quarantined),
+        locked_bytes=registered + locked_in_place,
+        process_bytes=_resident_bytes(),
+        available_bytes=available,
+    )
+    return MemoryReport(host, tuple(_device(worker) for worker in engine.workers))
+
+
+def _within(home: torch.Tensor, image: torch.Tensor) -> bool:
+    return home.untyped_storage().data_ptr() == image.untyped_storage().data_ptr()
+
+
+def _device(worker: engines.Worker) -> DeviceMemory:
+    region = worker.region.numel()
+    if worker.simulated:
+        return DeviceMemory(worker.name, region, None, None, None, worker.engine.spec.memory_limit_bytes)
+    allocated = torch.cuda.memory_allocated(worker.device)
+    reserved = torch.cuda.memory_reserved(worker.device)
+    free, total = torch.cuda.mem_get_info(worker.device)
+    return DeviceMemory(
+        worker.name, region, allocated - region, reserved - allocated, max(0, total - free - reserved), total
+    )
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/status", encoding="ascii") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _line(name: str, value: int | None) -> str:
+    label = name.removesuffix("_bytes").replace("_", " ")
+    return f"  {label:<22}" + ("not counted" if value is None else f"{value / 2**20:12.1f} MiB")
