@@ -176,9 +176,14 @@ void HostClaim::choose(Ranges& ranges) const {
   const auto last = sizes.begin() + static_cast<std::ptrdiff_t>(options_.most_registrations) - 1;
   std::nth_element(sizes.begin(), last, sizes.end(), std::greater<>());
   const std::size_t least = *last;
-  std::size_t kept = 0;
+  const auto larger = std::count_if(sizes.begin(), last, [least](std::size_t size) { return size > least; });
+  std::size_t equal = options_.most_registrations - static_cast<std::size_t>(larger);  // of that size that are kept
   std::erase_if(ranges, [&](const auto& range) {
-    return range.second - range.first < least || ++kept > options_.most_registrations;
+    const std::size_t size = range.second - range.first;
+    if (size != least) return size < least;
+    if (equal == 0) return true;
+    --equal;
+    return false;
   });
 }
 
