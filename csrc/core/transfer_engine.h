@@ -77,9 +77,9 @@ struct TransferOptions {
   std::size_t chunk_bytes = std::size_t{16} << 20;
   std::size_t bulk_chunks_in_flight = 3;
   std::size_t activation_copies_in_flight = 8;
-  HappensBefore* checker = nullptr;  // of the device's backend; outlives the engine and all hand-overs
+  HappensBefore* checker = nullptr;            // of the device's backend; outlives the engine and all hand-overs
   std::shared_ptr<HostArena> arena = nullptr;  // of the bounce buffers for pageable sources; null: such a request fails
-  std::size_t fill_threads = 1;      // that fill bounce buffers, the lane's own included
+  std::size_t fill_threads = 1;                // that fill bounce buffers, the lane's own included
 };
 
 class TransferEngine {
