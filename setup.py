@@ -4,7 +4,7 @@ Both are plain shared libraries over torch's stable ABI, loaded with torch.ops.l
 one wheel serves every Python >= 3.10 and every torch >= 2.11. Everything static stands in pyproject.toml.
 
 Switches (environment variables):
-  ROUNDPIPE_CUDA=auto|0|1   kernels of csrc/cuda/*.cu: when nvcc is found (default) | never | fail without nvcc
+  ROUNDPIPE_CUDA=auto|0|1   kernels of csrc/ops/*.cu: when nvcc is found (default) | never | fail without nvcc
   ROUNDPIPE_CUDA_ARCHS      default "80;90;100": machine code for each, and PTX of the last for newer GPUs
   ROUNDPIPE_WERROR=1        warnings are errors
   CXX, NVCC, MAX_JOBS       compilers, and how many of them run at once
@@ -45,7 +45,7 @@ CPU = """
 """
 ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": "cuda_backend cuda_context driver_api"}
 SOURCES = [f"csrc/{room}/{name}.cpp" for room, names in ROOMS.items() for name in names.split()]
-KERNELS = ["csrc/cuda/gradient_stats.cu"]
+KERNELS = ["csrc/ops/gradient_stats.cu"]
 
 
 def find_nvcc():
