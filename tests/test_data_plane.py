@@ -54,8 +54,9 @@ def sample(layout: str, device: str) -> Tensor:
 
 
 def opcheck(op: torch._ops.OpOverload, *args: object) -> None:
-    # rtol is for tickets only: no two copies have the same number. Everything else is compared bit by bit elsewhere.
-    torch.library.opcheck(op, args, rtol=1e-6, atol=1e-30)
+    # No two tickets have the same number: the kind stands in its 7 upper bits, 56 bits below are free. Copies are equal.
+    rtol = 0.125 if op in (ops.offload_start.default, ops.reload_start.default) else 0.0
+    torch.library.opcheck(op, args, rtol=rtol, atol=0.0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
