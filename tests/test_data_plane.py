@@ -54,7 +54,7 @@ def sample(layout: str, device: str) -> Tensor:
 
 
 def opcheck(op: torch._ops.OpOverload, *args: object) -> None:
-    # No two tickets have the same number: the kind stands in its 7 upper bits, 56 bits below are free. Copies are equal.
+    # No two tickets have the same number: its 7 upper bits are the kind, the 56 below are free. Copies are equal.
     # Tolerances of zero would stand for torch's own.
     rtol = 0.125 if op in (ops.offload_start.default, ops.reload_start.default) else 1e-300
     torch.library.opcheck(op, args, rtol=rtol, atol=1e-300)
