@@ -4,11 +4,11 @@ Both are plain shared libraries over torch's stable ABI, loaded with torch.ops.l
 one wheel serves every Python >= 3.10 and every torch >= 2.11. Everything static stands in pyproject.toml.
 
 Switches (environment variables):
-  ROUNDPIPE_CUDA=auto|0|1   kernels of csrc/ops/*.cu: when nvcc is found (default) | never | fail without nvcc
+  ROUNDPIPE_CUDA=auto|0|1   kernels of csrc/cuda/*.cu: when nvcc is found (default) | never | fail without nvcc
   ROUNDPIPE_CUDA_ARCHS      default "80;90;100": machine code for each, and PTX of the last for newer GPUs
   ROUNDPIPE_WERROR=1        warnings are errors
   CXX, NVCC, MAX_JOBS       compilers, and how many of them run at once
-Objects stay in build/ninja, so that a second build compiles only what has changed.
+Objects stay in build/ninja: a second build compiles only what has changed.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ CPU = """
 """
 ROOMS = {"ops": OPS, "core": CORE, "cpu": CPU, "cuda": "cuda_backend cuda_context driver_api"}
 SOURCES = [f"csrc/{room}/{name}.cpp" for room, names in ROOMS.items() for name in names.split()]
-KERNELS = ["csrc/ops/gradient_stats.cu"]
+KERNELS = ["csrc/cuda/gradient_stats.cu", "csrc/ops/gradient_stats_op.cpp"]
 
 
 def find_nvcc():
@@ -58,7 +58,7 @@ def find_nvcc():
     return None if mode == "0" else nvcc
 
 
-nvcc = find_nvcc()
+cxx, nvcc = os.environ.get("CXX", "g++"), find_nvcc()
 
 
 def architecture_flags():
@@ -91,27 +91,24 @@ class NinjaBuild(build_ext):
         work.mkdir(parents=True, exist_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         common = f"-O3 -std=c++20 {TORCH_TARGET} -D_GLIBCXX_USE_CXX11_ABI=1 -I{ROOT}/csrc -isystem {torch}/include"
-        cxx = os.environ.get("CXX", "g++")
+        compilers = {".cpp": f"{cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {FLAGS}"}
         if ext.sources == KERNELS:
-            compiler = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags()}"
-            linker = f"{nvcc} -cudart static -Xlinker --as-needed"
-        else:
-            compiler = f"{cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {FLAGS}"
-            linker = f"{cxx} -Wl,--as-needed"
+            compilers[".cu"] = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags()}"
+        linker = f"{cxx} -Wl,--as-needed" if ext.sources == SOURCES else f"{nvcc} -cudart static -Xlinker --as-needed"
         # The linker is told which libraries of torch we use, not where they are: they are loaded before we are.
         libraries = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
-        lines = ["rule compile\n  description = $in\n  depfile = $out.d\n  deps = gcc"]
-        lines += [f"  command = {compiler} -MMD -MF $out.d -c $in -o $out"]
+        rule = "rule compile{}\n  description = $in\n  depfile = $out.d\n  deps = gcc\n  command = {} -MMD -MF $out.d"
+        lines = [rule.format(*compiler) + " -c $in -o $out" for compiler in compilers.items()]
         lines += [f"rule link\n  description = $out\n  command = {linker} -shared $in -o $out {libraries}"]
         objects = [f"{work}/{source.replace('/', '_')}.o" for source in ext.sources]
-        lines += [f"build {out}: compile {ROOT}/{source}" for source, out in zip(ext.sources, objects, strict=True)]
+        pairs = zip(ext.sources, objects, strict=True)
+        lines += [f"build {out}: compile{Path(source).suffix} {ROOT}/{source}" for source, out in pairs]
         lines += [f"build {target}: link {' '.join(objects)}", ""]
         ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent)) or "ninja"
-        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
         with open(work / "lock", "w") as lock:  # two builds in one tree take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             (work / "build.ninja").write_text("\n".join(lines))
-            subprocess.run([ninja, "-C", str(work), "-j", jobs], check=True)
+            subprocess.run([ninja, "-C", work, "-j", os.getenv("MAX_JOBS", str(os.cpu_count()))], check=True)
 
 
 class AnyPythonWheel(bdist_wheel):
