@@ -84,11 +84,12 @@ class Worker:
         self.region = torch.empty(0, dtype=torch.uint8, device=self.device)
         _ops.engine_set_region(self.engine.handle, self.index, self.region)
         if self.stream is None:
-            self.region = torch.empty(size_bytes, dtype=torch.uint8)
+            region = torch.empty(size_bytes, dtype=torch.uint8)
         else:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                self.region = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        _ops.engine_set_region(self.engine.handle, self.index, self.region)
+                region = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        _ops.engine_set_region(self.engine.handle, self.index, region)  # may refuse: then the empty one stays
+        self.region = region
 
     def views(self, key: Any, layouts: list[Any], offset: int) -> list[torch.Tensor]:
         """Views of the region for one packed image; places repeat, so they are made once."""
