@@ -16,6 +16,7 @@ from .interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from .engine import Engine, Worker
+    from .passed_on import PassedOn
 
 
 class Traffic(IntEnum):
@@ -40,7 +41,7 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
 class HostTensor:
     """One tensor in pinned host memory, dropped with its last reference. Immutable once made."""
 
-    __slots__ = ("__weakref__", "dtype", "nbytes", "on_host", "order", "record", "size", "traffic")
+    __slots__ = ("__weakref__", "dtype", "is_passed_on", "nbytes", "on_host", "order", "record", "size", "traffic")
 
     def __init__(self, record: int, like: torch.Tensor, order: list[int], traffic: Traffic, on_host: bool) -> None:
         self.record = record
@@ -50,6 +51,7 @@ class HostTensor:
         self.order = order
         self.traffic = traffic
         self.on_host = on_host  # belongs on the host: a fetch gives a CPU tensor
+        self.is_passed_on = False  # some stage returned it as it got it, see Note [Passed on]
 
     def __del__(self) -> None:
         if self.record:
@@ -165,23 +167,27 @@ class Boundary:
     leaves: list[Any]
     requires_grad: list[bool]
 
-    def fetch(self, worker: Worker) -> PendingTree:
-        return PendingTree(self, worker)
+    def fetch(self, worker: Worker, passed_on: PassedOn | None = None) -> PendingTree:
+        """Starts the copies up. passed_on: what the device has kept of this call, and may keep of this tree."""
+        return PendingTree(self, worker, passed_on)
 
 
 class PendingTree:
     """The tensors of a boundary on their way to a device; a tensor that stands at several leaves moves once."""
 
-    def __init__(self, boundary: Boundary, worker: Worker) -> None:
+    def __init__(self, boundary: Boundary, worker: Worker, passed_on: PassedOn | None = None) -> None:
         self.boundary = boundary
-        fetches: dict[int, Fetch] = {}
-        for leaf in boundary.leaves:
-            if isinstance(leaf, HostTensor) and id(leaf) not in fetches:
-                fetches[id(leaf)] = leaf.fetch(worker)
-        self._fetches = fetches
+        self._worker = worker
+        self._passed_on = passed_on
+        self._hosts = {id(leaf): leaf for leaf in boundary.leaves if isinstance(leaf, HostTensor)}
+        self._fetches = {
+            key: host.fetch(worker)
+            for key, host in self._hosts.items()
+            if passed_on is None or passed_on.get(host) is None
+        }
 
     def wait(self) -> LiveTree:
-        arrived = {key: fetch.wait() for key, fetch in self._fetches.items()}
+        arrived = {key: self._arrived(key, host) for key, host in self._hosts.items()}
         live = LiveTree(self.boundary.spec, [], list(self.boundary.requires_grad), {})
         for leaf in self.boundary.leaves:
             if isinstance(leaf, HostTensor):
@@ -191,6 +197,18 @@ class PendingTree:
             else:
                 live.leaves.append(leaf)
         return live
+
+    def _arrived(self, key: int, host: HostTensor) -> torch.Tensor:
+        fetch = self._fetches.get(key)
+        if fetch is None:  # kept when this tree was asked for, but a layer may have written it since
+            kept = None if self._passed_on is None else self._passed_on.get(host)
+            if kept is not None:
+                return kept
+            fetch = self._fetches[key] = host.fetch(self._worker)
+        tensor = fetch.wait()
+        if self._passed_on is not None and host.is_passed_on:
+            self._passed_on.keep(host, tensor)
+        return tensor
 
 
 @dataclass
@@ -214,8 +232,12 @@ class LiveTree:
             return entry[2]
         return None
 
-    def stash(self, worker: Worker, traffic: Traffic = Traffic.ACTIVATIONS) -> Boundary:
-        """Starts the copies down of every tensor that is not on the host yet."""
+    def stash(
+        self, worker: Worker, traffic: Traffic = Traffic.ACTIVATIONS, passed_on: PassedOn | None = None
+    ) -> Boundary:
+        """Starts the copies down of every tensor that is not on the host yet. passed_on: where the device keeps those
+        that are.
+        """
         leaves = []
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
@@ -223,6 +245,10 @@ class LiveTree:
                 if host is None:
                     host = HostTensor.stash(worker, leaf, traffic)
                     self.remember(leaf, host)
+                elif passed_on is not None:
+                    host.is_passed_on = True
+                    if leaf.device == worker.device:
+                        passed_on.keep(host, leaf)
                 leaves.append(host)
             else:
                 leaves.append(leaf)

@@ -14,11 +14,13 @@ from . import _ops, errors, random_state
 from .ambient import Ambient
 from .boundary import Boundary, HostTensor, LiveTree, PendingTree
 from .buffers import BufferUndo, BufferUpdate
+from .devices import devices
 from .engine import Engine, Watchdog, Worker, cpu_generator_lock
 from .errors import RoundPipeError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
+from .passed_on import PassedOn
 from .stage_job import Phase, StageJob
 from .units import Unit
 
@@ -120,6 +122,8 @@ class Call:
         self._later: list[tuple[range, int]] = []
         self._open_jobs = 0
         self._open_forward = 0
+        self._jobs_on: list[int] = []  # by device, those that have not ended; each entry belongs to that worker
+        self.passed_on = [PassedOn(device.memory_bytes) for device in devices()]
         self.settled = False
         # One thread at a time waits for the downloads and then gives the job handles up: the caller and the optimizer
         # thread may both come here, and the second must not find handles that the first has ended.
@@ -178,6 +182,9 @@ class Call:
         self.jobs = jobs
         self._open_jobs = len(jobs)
         self._open_forward = sum(job.phase is not Phase.BACKWARD for job in jobs)
+        self._jobs_on = [0] * self.engine.device_count
+        for ahead in range(len(jobs)):
+            self._jobs_on[self.engine.peek(ahead)] += 1
         self.engine.calls_in_flight.add(self)
         for opened, job in enumerate(jobs):
             worker = self.engine.next_worker()
@@ -356,7 +363,10 @@ class Call:
                 self.error, self.told = error, told
             self._changed.notify_all()
 
-    def job_finished(self, job: StageJob) -> None:
+    def job_finished(self, job: StageJob, worker: Worker) -> None:
+        self._jobs_on[worker.index] -= 1
+        if self._jobs_on[worker.index] == 0:
+            self.passed_on[worker.index].clear()
         with self._mutex:
             self._open_jobs -= 1
             self._open_forward -= job.phase is not Phase.BACKWARD

@@ -24,6 +24,7 @@ from .ownership import owners
 from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState, place
+from .unsuitable import refuse_unsuitable
 
 # Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
 _READ_WEIGHTS = frozenset({"generate", "merge_and_unload", "push_to_hub", "save_pretrained"})
@@ -474,6 +475,7 @@ def check_arguments(
         raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
     if isinstance(model, RoundPipe):
         raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
+    refuse_unsuitable(model)
     if pin_model not in PIN_MODES:
         raise ConfigError(f"pin_model={pin_model!r}: expected one of {', '.join(map(repr, PIN_MODES))}")
     check_optim_dtype(optim_dtype)

@@ -44,9 +44,11 @@ class DeviceParameters:
         if entry is not None and entry[0] is host:
             return entry[1]
         data = torch.empty(0, dtype=host.dtype, device=self.device)
-        made = nn.Parameter(data, requires_grad=True)
+        trainable = data.is_floating_point() or data.is_complex()  # others hold quantised weights
+        made = nn.Parameter(data, requires_grad=trainable)
         made.__dict__.update(host.__dict__)
-        made.register_post_accumulate_grad_hook(self._hook)
+        if trainable:
+            made.register_post_accumulate_grad_hook(self._hook)
         self._made[id(host)] = (host, made)
         return made
 

@@ -93,6 +93,7 @@ class StageJob:
         self.place.state = f"on {worker.name}"
         worker.check = call.check
         self._worker = worker
+        self._kept = call.passed_on[worker.index]
         worker.parameters.accumulated = self._accumulated
         try:
             call.check()
@@ -119,7 +120,7 @@ class StageJob:
             self._gradients.clear()
             worker.check = None
             self.place.state = "ended"
-            call.job_finished(self)
+            call.job_finished(self, worker)
 
     def _run(self, worker: Worker) -> None:
         for layer in self.stage:
@@ -138,7 +139,7 @@ class StageJob:
     def _inputs(self, worker: Worker, microbatch: int, block: bool) -> PendingTree | None:
         """Starts the input of a microbatch on its way up; not blocking gives None when it is not there yet."""
         boundary = self.call.boundary(microbatch, self.stage.start, block)
-        return None if boundary is None else boundary.fetch(worker)
+        return None if boundary is None else boundary.fetch(worker, self._kept)
 
     def _run_forward(self, worker: Worker) -> None:
         call, stage = self.call, self.stage
@@ -151,7 +152,7 @@ class StageJob:
             if stage.start not in call.saved_layers:
                 call.drop_boundary(m, stage.start)
             live = self._forward_layers(worker, m, live, stage)
-            call.put_boundary(m, stage.stop, live.stash(worker))
+            call.put_boundary(m, stage.stop, live.stash(worker, passed_on=self._kept))
 
     @staticmethod
     def _must(pending: PendingTree | None) -> PendingTree:
@@ -163,7 +164,7 @@ class StageJob:
         call = self.call
         for layer in layers:
             if layer != self.stage.start and layer in call.saved_layers:
-                call.put_boundary(m, layer, live.stash(worker))
+                call.put_boundary(m, layer, live.stash(worker, passed_on=self._kept))
             if call.keeps_graph:
                 live = layer_call.detach_tree(live)
                 layer_call.enter_graph(live, worker)
@@ -195,6 +196,7 @@ class StageJob:
                 live = self._call_layer(worker, m, layer, live, recomputing=False, saves_graph=True)
             self.place.at(self.phase.value, m, None)
             losses = call_loss(call, worker, self.probe, m, live, label_value)
+            self._kept.forget_written(live.known.values())
             if call.keeps_outputs:
                 call.outputs[m] = layer_call.detach_tree(live).stash(worker)
             del live, label_value
@@ -270,7 +272,7 @@ class StageJob:
     def _saved(self, worker: Worker, m: int, layer: int) -> PendingTree:
         boundary = self.call.boundary(m, layer, block=True)
         assert boundary is not None
-        return boundary.fetch(worker)
+        return boundary.fetch(worker, self._kept)
 
     # -- one layer -----------------------------------------------------------------------------------------------
     def _call_layer(
@@ -305,6 +307,7 @@ class StageJob:
         if recomputing:
             scope.data = call.recompute_data(worker, m, layer)
         entered = {leaf.grad_fn for leaf in live.leaves if isinstance(leaf, torch.Tensor)}
+        known = live.known
         with before:
             live, drew = layer_call.call_layer(
                 worker,
@@ -324,6 +327,7 @@ class StageJob:
                 undo=lambda: buffers.load(sources),
             )
             buffers.note_silent_writes()
+        self._kept.forget_written(known.values())
         if saved is not None:
             saved.note(live.leaves)
         if will_recompute and drew:

@@ -16,6 +16,7 @@ from .function_layer import FunctionLayer
 from .model import RoundPipe
 from .run_config import RoundPipeRunConfig
 from .tree_rules import Rules, find_parts, total_elements
+from .unsuitable import refuse_unsuitable
 
 __all__ = ["wrap_model_to_roundpipe"]
 
@@ -159,34 +160,7 @@ def _check_model(model: object) -> None:
         )
     if model._compiled_call_impl is not None:
         raise ConfigError(f"{kind}.compile() was called; wrap a model that is not compiled")
-    if _is_quantized(model):
-        raise ConfigError(
-            f"{kind} is quantised; its weights cannot be streamed for training. Load it without quantization_config "
-            "(load_in_8bit, load_in_4bit)"
-        )
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ConfigError(
-            f"{kind} was dispatched over devices (device_map); load it without device_map, so that it lies in host "
-            "memory as a whole, or call accelerate.hooks.remove_hook_from_submodules(model) first"
-        )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type == "meta":
-            raise ConfigError(
-                f"{name} is on the meta device, it has no values; load the weights first (from_pretrained, or "
-                "model.to_empty(device='cpu') and an initialisation)"
-            )
-        if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"{name} is on {tensor.device}; weights live in host memory and visit the devices only while they "
-                "compute. Wrap the model before moving it, or call model.cpu() first"
-            )
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    if any(getattr(module, flag, False) is True for module in model.modules() for flag in flags):
-        return True
-    return any(type(p).__name__ in ("Int8Params", "Params4bit") for p in model.parameters())
+    refuse_unsuitable(model)
 
 
 def _check_thresholds(lower: object, upper: object) -> None:
