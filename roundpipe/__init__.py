@@ -16,6 +16,7 @@ from .optimizer_context import OptimizerCtx
 from .plan import ModelExecutePlan
 from .recompute import doing_recompute, get_recompute_data, save_for_recompute
 from .run_config import RoundPipeRunConfig
+from .timeline import trace
 from .timer import ModelTimer
 from .wrap import wrap_model_to_roundpipe
 
@@ -36,6 +37,7 @@ __all__ = [
     "offload_activations",
     "optim",
     "save_for_recompute",
+    "trace",
     "use_devices",
     "wrap_model_to_roundpipe",
 ]

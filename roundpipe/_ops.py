@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundpipe import errors
+from roundpipe import errors, spans
 from roundpipe._library import Poisoned, has_kernels, take_failure
 
 __all__ = ["Poisoned", "drop_quietly", "has_kernels", "wait", "wait_place"]
@@ -44,6 +44,15 @@ def wait(
 
     ``check()`` runs between slices and may raise to end the wait. Raises StallError after ``timeout_s`` seconds.
     """
+    if spans.active is not None:
+        with spans.span("wait", fn.__name__):
+            return _wait(fn, args, timeout_s, check)
+    return _wait(fn, args, timeout_s, check)
+
+
+def _wait(
+    fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None, check: Callable[[], None] | None
+) -> Any:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         slice_ms = _SLICE_MS
@@ -581,6 +590,8 @@ def trace_start(capacity: int) -> None:
     _call("trace_start", capacity)
 
 
-def trace_stop() -> list[list[str]]:
-    """Spans, oldest first: kind, name, track, begin and end in ns, argument."""
-    return [line.split("\t") for line in _call("trace_stop").splitlines()]
+def trace_stop() -> tuple[list[list[str]], dict[str, tuple[int, str]]]:
+    """Spans, oldest first: kind, name, track, begin and end in ns, argument; and (thread id, name) by track."""
+    lines = [line.split("\t") for line in _call("trace_stop").splitlines()]
+    threads = {track: (int(thread), name) for kind, name, track, *rest in lines if kind == "thread" for thread in rest}
+    return [line for line in lines if line[0] != "thread"], threads

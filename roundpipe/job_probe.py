@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import spans
 from .activation_sizes import ActivationSizes, SavedBytes
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class JobProbe:
     def __init__(self, call: CallProbe) -> None:
         self.call = call
         self.intervals: list[Interval] = []
+        self.device = ""
         self._in_backward: list[tuple[int, Any]] | None = None
 
     def mark(self) -> Any:
@@ -84,25 +86,32 @@ class JobProbe:
         event.record()
         return event
 
+    def _measures(self, m: int) -> bool:
+        return m == self.call.microbatch or spans.active is not None
+
+    def took(self, m: int, phase: str, layer: int, begin: Any, end: Any) -> None:
+        if m == self.call.microbatch:
+            self.intervals.append((phase, layer, begin, end))
+        if (recorder := spans.active) is not None:
+            recorder.layer(self.device, phase, layer, m, begin, end)
+
     def ended(self) -> None:
         self.call.job_ended(self.intervals)
 
     def forward(self, m: int, layer: int, recomputing: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the module's own forward."""
-        if m != self.call.microbatch:
-            return _NOTHING
-        return _Span(self, "re" if recomputing else "fwd", layer)
+        return _Span(self, m, "re" if recomputing else "fwd", layer) if self._measures(m) else _NOTHING
 
     def loss(self, m: int, layer: int) -> contextlib.AbstractContextManager[Any]:
-        return _NOTHING if m != self.call.microbatch else _Span(self, "bwd", layer)
+        return _Span(self, m, "bwd", layer) if self._measures(m) else _NOTHING
 
     def backward(self, m: int, top: int) -> contextlib.AbstractContextManager[Any]:
         """Around autograd's run through layers of which ``top`` is the last."""
-        return _NOTHING if m != self.call.microbatch else _Backward(self, top)
+        return _Backward(self, m, top) if self._measures(m) else _NOTHING
 
     def hook(self, m: int) -> Callable[[int], None] | None:
         """To be told of the layers that autograd enters; None: not to be measured."""
-        return self._entering if m == self.call.microbatch else None
+        return self._entering if self._measures(m) else None
 
     def _entering(self, layer: int) -> None:
         marks = self._in_backward
@@ -118,24 +127,24 @@ class JobProbe:
 
 
 class _Span:
-    __slots__ = ("begin", "layer", "phase", "probe")
+    __slots__ = ("begin", "layer", "microbatch", "phase", "probe")
 
-    def __init__(self, probe: JobProbe, phase: str, layer: int) -> None:
-        self.probe, self.phase, self.layer = probe, phase, layer
+    def __init__(self, probe: JobProbe, microbatch: int, phase: str, layer: int) -> None:
+        self.probe, self.microbatch, self.phase, self.layer = probe, microbatch, phase, layer
 
     def __enter__(self) -> None:
         self.begin = self.probe.mark()
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self.probe.intervals.append((self.phase, self.layer, self.begin, self.probe.mark()))
+            self.probe.took(self.microbatch, self.phase, self.layer, self.begin, self.probe.mark())
 
 
 class _Backward:
-    __slots__ = ("probe", "top")
+    __slots__ = ("microbatch", "probe", "top")
 
-    def __init__(self, probe: JobProbe, top: int) -> None:
-        self.probe, self.top = probe, top
+    def __init__(self, probe: JobProbe, microbatch: int, top: int) -> None:
+        self.probe, self.microbatch, self.top = probe, microbatch, top
 
     def __enter__(self) -> None:
         self.probe._in_backward = [(self.top, self.probe.mark())]
@@ -145,4 +154,5 @@ class _Backward:
         assert marks is not None
         if kind is None:
             ends = [*marks, (-1, self.probe.mark())]
-            self.probe.intervals += [("bwd", layer, begin, end) for (layer, begin), (_, end) in pairwise(ends)]
+            for (layer, begin), (_, end) in pairwise(ends):
+                self.probe.took(self.microbatch, "bwd", layer, begin, end)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import engine as engines
-from . import runs
+from . import runs, spans
 from .arguments import check_bool, check_name, check_optim_dtype, check_state_dict, keyword_arguments
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
@@ -102,7 +102,7 @@ class RoundPipe(nn.Module):
         return self._forward(args, roundpipe_run_config, kwargs)
 
     def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:
-        with self._entered():
+        with self._entered(), spans.span("call", "forward"):
             config = self._resolve(run_config)
             if config.requires_grad:
                 return runs.forward(self._state, self._entered, config, args, kwargs)
@@ -164,7 +164,7 @@ class RoundPipe(nn.Module):
                     "by roundpipe.optim.AdamW(model, ...) or its like"
                 )
             self._check_own(step)
-        with self._entered():
+        with self._entered(), spans.span("call", "forward_backward"):
             return runs.train(
                 self._state,
                 self._resolve(run_config),
@@ -204,7 +204,7 @@ class RoundPipe(nn.Module):
                 f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable or an optimizer made for this "
                 "model by roundpipe.optim.AdamW(model, ...) or its like"
             )
-        with self._entered():
+        with self._entered(), spans.span("call", "step"):
             self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)
 
     def _compact_step(self, optimizer: CompactOptimizer, is_async: bool, args: Any, kwargs: Any) -> None:
@@ -214,7 +214,8 @@ class RoundPipe(nn.Module):
             raise ConfigTypeError(
                 "step(): arguments belong to a step function; a compact optimizer takes only scaler=, a GradScaler"
             )
-        optimizer.step(is_async=is_async, scaler=scaler)
+        with spans.span("call", "step"):
+            optimizer.step(is_async=is_async, scaler=scaler)
 
     def _check_own(self, optimizer: CompactOptimizer) -> None:
         if optimizer._model is not self:

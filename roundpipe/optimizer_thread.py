@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import _ops
+from . import _ops, spans
 from .engine import Engine, Watchdog, at_engine_exit, end_thread
 from .errors import RoundPipeError, StageError
 from .interrupts import uninterrupted
@@ -81,7 +81,8 @@ class OptimizerTask:
 
     def run(self) -> None:
         try:
-            self._work()
+            with spans.span("job", "optimizer step"):
+                self._work()
         except BaseException as error:  # noqa: BLE001 (reaches the caller through `error`)
             self.error = error
         finally:
@@ -195,7 +196,8 @@ class StepTask(OptimizerTask):
         if self.function is None:
             return
         try:
-            self.function()
+            with spans.span("update", "step function"):
+                self.function()
         except Exception as error:
             located = StageError(error, phase="step")
             located.__cause__ = error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from . import _ops, layer_call
+from . import _ops, layer_call, spans
 from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
 from .buffers import LayerBuffers
 from .errors import RoundPipeError
@@ -69,12 +69,17 @@ class StageJob:
         self.device: str | None = None
 
     @property
+    def title(self) -> str:
+        first, last = self.stage.start, self.stage.stop - 1
+        return f"{self.phase.value} layer {first}" if first == last else f"{self.phase.value} layers {first}-{last}"
+
+    @property
     def job_bytes(self) -> int:
         return sum(unit.job_bytes(self.with_gradients) for unit in self.units)
 
     def open(self, worker: Worker) -> None:
         """Takes the tickets and queues the uploads; program order (caller's thread)."""
-        self.device = worker.name
+        self.device = self.probe.device = worker.name
         empty = torch.empty(0, dtype=torch.uint8)
         loads, stores = [], []
         for unit in self.units:
@@ -97,12 +102,8 @@ class StageJob:
         worker.parameters.accumulated = self._accumulated
         try:
             call.check()
-            if call.keeps_graph:
-                with torch.enable_grad():
-                    self._run(worker)
-            else:
-                with torch.no_grad():
-                    self._run(worker)
+            with torch.set_grad_enabled(call.keeps_graph), spans.span("job", self.title):
+                self._run(worker)
             self._release_all(worker)
             _ops.job_close(self.handle)
             self.probe.ended()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,6 +304,16 @@ def devices_by_environment() -> None:
         roundpipe.use_devices(None)
         assert len(roundpipe.devices()) == 3
     roundpipe.use_devices("host:2")
+
+
+@row
+def a_trace_is_a_timeline_in_a_file() -> None:
+    """`with roundpipe.trace("out.json")` writes a JSON of events."""
+    with tempfile.TemporaryDirectory() as folder:
+        with roundpipe.trace(f"{folder}/out.json"):
+            RoundPipe(nn.Linear(4, 4)).forward_backward((X,), loss_fn=square_sum)
+        events = json.loads(Path(f"{folder}/out.json").read_text())["traceEvents"]
+    assert {"fwd", "bwd", "copy"} <= {event.get("cat") for event in events}
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

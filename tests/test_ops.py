@@ -459,9 +459,11 @@ def test_trace(rig: Rig) -> None:
     _ops.wait(_ops.record_wait, record, timeout_s=20)
     _ops.record_drop(record)
     _ops.wait(_ops.engine_wait_idle, rig.engine, timeout_s=20)
-    spans = _ops.trace_stop()
+    spans, threads = _ops.trace_stop()
     assert any(span[0] == "copy" for span in spans)
     assert all(len(span) == 6 and int(span[3]) <= int(span[4]) for span in spans)
+    assert {span[2] for span in spans} <= threads.keys()
+    assert all(threads[span[2]][1].startswith("rp") for span in spans if span[0] == "copy")
 
 
 def test_facts() -> None:

@@ -1,6 +1,10 @@
 #include "core/trace.h"
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <mutex>
 
@@ -14,6 +18,7 @@ struct Ring {
   std::vector<Span> spans;
   std::size_t capacity = 0;  // 0: stopped
   std::size_t oldest = 0;    // once full: where the next span goes
+  std::vector<TrackName> tracks;
 };
 
 // Leaked on purpose: threads of the engine may still add spans while statics are destroyed.
@@ -22,10 +27,17 @@ Ring& ring() {
   return ring;
 }
 
-// A number a thread, in order of first use: small, stable, and readable in a timeline.
-std::uint32_t track_of_this_thread() noexcept {
-  static std::atomic<std::uint32_t> next{0};
-  thread_local const std::uint32_t track = next.fetch_add(1, std::memory_order_relaxed);
+constexpr std::uint32_t kNoTrack = ~std::uint32_t{0};
+
+// A number a thread, in order of first use: small, stable, and readable in a timeline. The ring's mutex is held.
+std::uint32_t track_of_this_thread(Ring& ring) {
+  thread_local std::uint32_t track = kNoTrack;
+  if (track == kNoTrack) {
+    std::array<char, 64> name{};
+    pthread_getname_np(pthread_self(), name.data(), name.size());
+    ring.tracks.push_back({static_cast<std::uint32_t>(ring.tracks.size()), gettid(), name.data()});
+    track = ring.tracks.back().track;
+  }
   return track;
 }
 
@@ -65,12 +77,17 @@ std::vector<Span> Trace::stop() {
   return spans;
 }
 
+std::vector<TrackName> Trace::tracks() {
+  std::lock_guard lock(ring().mutex);
+  return ring().tracks;
+}
+
 void Trace::add(SpanKind kind, const char* name, std::uint64_t begin_ns, std::uint64_t end_ns, std::uint64_t argument) {
-  const Span span{kind, name, track_of_this_thread(), begin_ns, end_ns, argument};
   Ring& to = ring();
   std::lock_guard lock(to.mutex);
   // A span that began before stop() may end after it, or even after the next start(); only the latter is kept.
   if (to.capacity == 0) return;
+  const Span span{kind, name, track_of_this_thread(to), begin_ns, end_ns, argument};
   if (to.spans.size() < to.capacity) {
     to.spans.push_back(span);
   } else {

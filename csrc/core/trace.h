@@ -19,11 +19,18 @@ struct Span {
   std::uint64_t argument;          // bytes, unit or job
 };
 
+struct TrackName {
+  std::uint32_t track;
+  int thread;        // as gettid() gives it
+  std::string name;  // as the thread was called when it added its first span
+};
+
 class Trace {
  public:
   static Trace& global();
   void start(std::size_t capacity);  // drops what was recorded
   std::vector<Span> stop();          // oldest first; at most `capacity`, the newest kept
+  std::vector<TrackName> tracks();   // of every thread that has ever added a span
   bool on() const noexcept { return on_.load(std::memory_order_relaxed); }
   void add(SpanKind kind, const char* name, std::uint64_t begin_ns, std::uint64_t end_ns, std::uint64_t argument);
   static std::uint64_t now_ns() noexcept;

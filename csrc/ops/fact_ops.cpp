@@ -55,6 +55,9 @@ std::string trace_stop() {
              std::to_string(span.begin_ns) + '\t' + std::to_string(span.end_ns) + '\t' + std::to_string(span.argument) +
              '\n';
   }
+  for (const TrackName& one : Trace::global().tracks()) {
+    lines += "thread\t" + one.name + '\t' + std::to_string(one.track) + '\t' + std::to_string(one.thread) + '\n';
+  }
   return lines;
 }
 

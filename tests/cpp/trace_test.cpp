@@ -1,6 +1,8 @@
 #include "core/trace.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <set>
@@ -93,6 +95,24 @@ TEST(Trace, EachThreadHasItsOwnTrack) {
   }
   EXPECT_EQ(pairs.size(), 4U);
   EXPECT_EQ(tracks.size(), 4U);
+}
+
+TEST(Trace, TracksKnowTheirThreads) {
+  Trace& trace = Trace::global();
+  trace.start(10);
+  int tid = 0;
+  std::thread([&] {
+    pthread_setname_np(pthread_self(), "named-here");
+    tid = gettid();
+    trace.add(SpanKind::kCopy, "span", 0, 1, 0);
+  }).join();
+  const std::vector<Span> spans = trace.stop();
+  ASSERT_EQ(spans.size(), 1U);
+  const std::vector<TrackName> tracks = trace.tracks();
+  ASSERT_LT(spans[0].track, tracks.size());
+  EXPECT_EQ(tracks[spans[0].track].track, spans[0].track);
+  EXPECT_EQ(tracks[spans[0].track].thread, tid);
+  EXPECT_EQ(tracks[spans[0].track].name, "named-here");
 }
 
 TEST(Trace, ThreadsMayAddWhileItStartsAndStops) {
