@@ -154,5 +154,5 @@ class _Backward:
         assert marks is not None
         if kind is None:
             ends = [*marks, (-1, self.probe.mark())]
-            for (layer, begin), (_, end) in pairwise(ends):
+            for (layer, begin), (_next, end) in pairwise(ends):
                 self.probe.took(self.microbatch, "bwd", layer, begin, end)

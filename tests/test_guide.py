@@ -28,7 +28,7 @@ def test_the_guide_runs(devices: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_every_section_has_code_and_no_name_is_out_of_date() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     sections = text.split("\n## ")[1:]
-    assert len(sections) == 7
+    assert len(sections) == 8
     assert all("```python" in section for section in sections)
     for name in re.findall(r"`roundpipe\.(\w+)", text):
         assert hasattr(roundpipe, name), name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -147,3 +149,38 @@ def test_misuse(tmp_path: Path) -> None:
     with roundpipe.trace(tmp_path / "out.json"), pytest.raises(errors.ConfigError, match="already"):
         roundpipe.trace(tmp_path / "other.json").__enter__()
     assert (tmp_path / "out.json").exists() and not (tmp_path / "other.json").exists()
+
+
+SCRIPT = """
+import sys
+import torch, roundpipe, helper
+roundpipe.use_devices("host:1")
+model = roundpipe.RoundPipe(torch.nn.Linear(4, 4))
+for _ in range(int(sys.argv[1])):
+    model.forward_backward((torch.ones(4, 4),), loss_fn=helper.loss)
+if len(sys.argv) > 2:
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_a_script_runs_under_the_command(exit_code: int, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def loss(output, _):\n    return output.sum()\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = [
+        "-o",
+        str(tmp_path / "out.json"),
+        str(tmp_path / "script.py"),
+        "3",
+        *([str(exit_code)] if exit_code else []),
+    ]
+    done = subprocess.run([sys.executable, "-m", "roundpipe", "trace", *options], capture_output=True, text=True)
+    assert done.returncode == exit_code, done.stderr
+    calls = [e for e in complete(tmp_path / "out.json") if e["cat"] == "call"]
+    assert [e["name"] for e in calls] == ["forward_backward"] * 3
+
+
+def test_the_command_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    for options in (["nowhere.py"], ["-o", str(tmp_path / "no" / "out.json"), __file__], []):
+        done = subprocess.run([sys.executable, "-m", "roundpipe", "trace", *options], capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
