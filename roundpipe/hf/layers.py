@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 _REFUSED_OUTPUTS = ("output_hidden_states", "output_attentions")
 _ROUTER_LOGITS = "output_router_logits"
 _CACHES = ("cache", "past_key_values")
+_NO_CACHE = (
+    "streamed calls keep no key/value cache; leave it out. To continue a text call generate() on the wrapped model, "
+    "which runs the host's model on the CPU, with a cache"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +100,9 @@ class PrefixLayer(nn.Module):
                 call[name] = value
         for name in _CACHES:
             if call.get(name) is not None:
-                raise ValueError(f"{name} was given: streamed training keeps no key/value cache; leave it out")
+                raise ValueError(f"{name} was given: {_NO_CACHE}")
         if call.get("use_cache"):
-            raise ValueError("use_cache=True: streamed training keeps no key/value cache; leave it out")
+            raise ValueError(f"use_cache=True: {_NO_CACHE}")
         for name in _REFUSED_OUTPUTS:
             if call.get(name, getattr(self.skeleton.config, name, False)):
                 raise NotImplementedError(
