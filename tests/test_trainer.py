@@ -63,7 +63,9 @@ def arguments(directory: Path, **options):
 def trained(kind: type, directory: Path, model=None, checkpoint: str | None = None, config=None, **options):
     """(trainer, its log) after training."""
     keywords = {
-        name: options.pop(name) for name in ("compute_metrics", "compute_loss_func", "callbacks") if name in options
+        name: options.pop(name)
+        for name in ("compute_metrics", "compute_loss_func", "callbacks", "optimizer_cls_and_kwargs")
+        if name in options
     }
     if config is not None:
         keywords["run_config"] = config

@@ -19,7 +19,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.hf.batch_loss import BatchLoss
 from roundpipe.hf.layers import PrefixLayer
-from roundpipe.hf.streamed_optimizer import StreamedOptimizer
+from roundpipe.hf.streamed_optimizer import StreamedOptimizer, compact_optimizer, is_compact_class
+from roundpipe.optim.compact import CompactOptimizer
 from roundpipe.roundpipe import AutoRoundPipe
 
 __all__ = ["RoundPipeTrainer"]
@@ -38,7 +39,9 @@ class RoundPipeTrainer(transformers.Trainer):
         run_config: defaults for every call (`num_microbatch`, `recompute_grain`, ...).
 
     `model` is a model of transformers or PEFT on the CPU, or one that is wrapped already. `self.model` stays the model
-    itself; `self.streamed` is the wrapper. Steps are exact: training goes as under the plain Trainer. Each batch is cut
+    itself; `self.streamed` is the wrapper. `optimizer_cls_and_kwargs` may name a class of `roundpipe.optim`, which then
+    trains the weights in place (a compact optimizer; `master`, `state_dtype` and the like are among its options, those
+    that are not given follow from `args`). Steps are exact: training goes as under the plain Trainer. Each batch is cut
     into microbatches, whose losses are weighted so that their sum is the loss of the batch. Whole logits are computed
     only where something needs them.
 
@@ -104,6 +107,8 @@ class RoundPipeTrainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False  # batches stay on the host until their microbatch is computed
+        # Older versions clip by this, newer ones by the method that is overridden below.
+        self.accelerator.clip_grad_norm_ = lambda _, max_norm, *args, **kwargs: self.optimizer.clip_at_step(max_norm)
         if self.args.fp16:
             self._scaler = self.accelerator.scaler = roundpipe.GradScaler()
 
@@ -222,15 +227,25 @@ class RoundPipeTrainer(transformers.Trainer):
             return self.optimizer
         given = self.optimizer
         if given is None:
-            view = _OptimizerView(self.streamed)
+            kind, options = self.optimizer_cls_and_kwargs or (None, None)
             names = self.get_decay_parameter_names(self.model)
-            self.get_decay_parameter_names = lambda _: names  # type: ignore[method-assign]
-            try:
-                given = super().create_optimizer(view)
-            finally:
-                del self.get_decay_parameter_names
+            if is_compact_class(kind):
+                given = compact_optimizer(kind, options, self.streamed, self.args, names)
+            else:
+                given = self._created_from_view(names)
         self.optimizer = StreamedOptimizer(given, self.streamed, self._scaler)
         return self.optimizer
+
+    def _created_from_view(self, decayed: list[str]) -> torch.optim.Optimizer:
+        """As the Trainer makes it, but from the optimizer's parameters. (Older versions take no model.)"""
+        model, view = self.model, _OptimizerView(self.streamed)
+        self.get_decay_parameter_names = lambda _: decayed  # type: ignore[method-assign]
+        self.model = view
+        try:
+            return super().create_optimizer()
+        finally:
+            self.model = model
+            del self.get_decay_parameter_names
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.optimizer.clip_at_step(self.args.max_grad_norm)
@@ -267,6 +282,8 @@ class RoundPipeTrainer(transformers.Trainer):
 
     def _masters(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters that are finer than the weights they belong to."""
+        if isinstance(self.optimizer.inner, CompactOptimizer):
+            return {}  # its own state holds them
         weights = dict(self.model.named_parameters())
         return {
             name: master.detach()
