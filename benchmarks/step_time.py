@@ -68,6 +68,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="also profile one iteration of each mode")
+    parser.add_argument("--timelines", type=Path, help="a directory for timelines of three iterations of each mode")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     for name, value in WORKLOADS.get(args.workload, SMALL).items():
@@ -247,6 +248,12 @@ def measure(streamed: Streamed, batch, mode: str, args, on_gpu: bool, used_befor
         measured["profile_of_two_iterations"] = profile(profiled)
         line += f"\n  profile of two iterations: {measured['profile_of_two_iterations']}"
     print(line)
+    if args.timelines:  # `timeline_gaps.py` reads them
+        args.timelines.mkdir(parents=True, exist_ok=True)
+        with roundpipe.trace(args.timelines / f"{mode}.json"):
+            for _ in range(3):
+                streamed.iterate(batch, mode)
+            streamed.model.synchronize()
     return measured
 
 
