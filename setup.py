@@ -35,9 +35,10 @@ OPS = """
     update_tickets
 """
 CORE = """
-    activation_store bounce_buffers copy_lane event_pool happens_before host_arena host_backend host_claim host_mapping
-    host_stream lane_request layer_clock mapping_pool memory_limits memory_map optimizer_queue region_extents
-    slice_pool stage_release stage_streamer stored_record streamed_job trace transfer_engine
+    activation_store address_ranges bounce_buffers cgroup_memory copy_lane event_pool happens_before host_arena
+    host_backend host_claim host_mapping host_stream lane_request layer_clock mapping_pool memory_limits memory_map
+    optimizer_queue pin_limits proc_files region_extents slice_pool stage_release stage_streamer stored_record
+    streamed_job trace transfer_engine
 """
 CPU = """
     adam convert dynamic_code lion sgd update_kernels convert_avx2 convert_avx512 convert_portable

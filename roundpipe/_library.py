@@ -64,7 +64,9 @@ def take_failure(error: RuntimeError) -> errors.RoundPipeError | None:
     if kind == "DeviceOutOfMemory":
         return errors.DeviceOutOfMemory(message, asked_bytes=int(number))
     if kind == "HostOutOfMemory":
-        return errors.HostOutOfMemory(message, asked_bytes=int(number))
+        from .host_advice import explain  # not at the top: it asks operators
+
+        return explain(errors.HostOutOfMemory(message, asked_bytes=int(number)))
     failure = errors.RoundPipeError(message)
     if kind == "DriverError":
         failure.code = int(number)  # type: ignore[attr-defined]

@@ -124,7 +124,8 @@ def host_file_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def host_limits() -> list[int]:
-    """MemTotal, MemAvailable, limit of the control group (0: none) and its use, and what may still be taken."""
+    """MemTotal, MemAvailable, limit of the control group (0: none) and its use, what may still be taken, what may still
+    be page-locked, and RLIMIT_MEMLOCK, which drivers do not apply. Bytes; 2^62: no limit."""
     return _call("host_limits")
 
 

@@ -15,11 +15,13 @@ from . import engine as engines
 from .errors import ConfigError
 from .function_layer import loss_property
 from .model import RoundPipe, check_arguments, claim_weights
+from .ownership import owners
 from .packed import RoundPipePackedData
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .state_part import StatePart
-from .training_state import TrainingState, place
+from .training_state import TrainingState
 from .tree_copy import TreeCopy
+from .weight_placement import place
 
 _LOSS = "loss_function"  # no module can have this name: the class has a property of it
 ONE_MICROBATCH = RoundPipeRunConfig(num_microbatch=1)
@@ -119,7 +121,8 @@ class AutoRoundPipe(RoundPipe):
             streamed[_LOSS] = function
         claim_weights(self, name, list(model.named_parameters()), [*layers, model])
         self.__dict__.update(_places=places, _parts=dict(parts), _left=left, _settings=_Settings(config))
-        state = self._new_state(layers, optim_dtype, pin_model)
+        with owners.released_on_failure(self):
+            state = self._new_state(layers, optim_dtype, pin_model)
         self._set_up(model, state, threading.RLock(), self.name, config)
         pipes = {
             part: StreamedPart(self, module, StatePart(state, places[part]), part, parts.get(part, ONE_MICROBATCH))

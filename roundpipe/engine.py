@@ -149,6 +149,7 @@ class Engine:
         self.gpu_locks = {d.device: threading.RLock() for d in found if d.kind == "cuda" and d.sharers > 1}
         self.workers = [Worker(self, i, d.device) for i, d in enumerate(found)]
         self.closed = False
+        self.ended = False  # closed, and nothing of it runs any more
 
     @property
     def device_count(self) -> int:
@@ -216,7 +217,9 @@ class Engine:
         for worker in self.workers:
             worker._views.clear()
             worker._replicas.clear()
-        _ops.drop_quietly(_ops.engine_close, self.handle)
+        with contextlib.suppress(RoundPipeError):  # it did not end in time: copies may be under way for ever
+            _ops.engine_close(self.handle)
+            self.ended = True
 
 
 class Watchdog:
@@ -261,6 +264,7 @@ _PATIENCE_S = 3.0  # how long a closing engine waits for layers and step functio
 _engine: Engine | None = None
 _engine_lock = threading.Lock()  # covers making and replacing the one engine
 _forked = False  # this process is a fork of one whose engine was open
+after_engine_exit: list[Callable[[], None]] = []  # called once no copy can be under way any more; not when one may
 at_engine_exit: list[Callable[[float], None]] = []  # called with a deadline when the interpreter exits, before closing
 
 
@@ -333,12 +337,20 @@ def current() -> Engine:
         return _engine
 
 
+def open_engine() -> Engine | None:
+    """The engine if one is open; opens none and waits for nothing."""
+    return None if _engine is None or _engine.closed else _engine
+
+
 def _at_exit() -> None:
     if _engine is not None and not _forked:
         deadline = time.monotonic() + _PATIENCE_S
         for end in at_engine_exit:
             end(deadline)
         _engine.close(deadline)
+        if _engine.ended:
+            for unlock in after_engine_exit:
+                unlock()
 
 
 atexit.register(_at_exit)

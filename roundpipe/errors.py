@@ -6,6 +6,7 @@ test runner). The chained original exception does not cross it: its type and tex
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,7 +162,10 @@ class HostOutOfMemory(RoundPipeError, MemoryError):
     """The host has not enough memory. Also a ``MemoryError`` and a ``RuntimeError``.
 
     ``args`` is one string that contains the words of PyTorch's CPU allocator, by which retry helpers recognise the
-    condition; they are put in front where ``message`` lacks them. Attributes: as in :class:`DeviceOutOfMemory`.
+    condition; they are put in front where ``message`` lacks them. Attributes: as in :class:`DeviceOutOfMemory`, and as
+    far as known ``available_bytes`` (left when it failed), ``limit_bytes`` (of the control group, or all memory),
+    ``holders`` (bytes by what they are for, as in ``memory_report()``) and ``remedies`` (what would need less, and how
+    many bytes each saves, the simplest first).
     """
 
     _PHRASE = "DefaultCPUAllocator: can't allocate memory"
@@ -176,6 +180,10 @@ class HostOutOfMemory(RoundPipeError, MemoryError):
         stage: int | None = None,
         layer: int | None = None,
         microbatch: int | None = None,
+        available_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        holders: Mapping[str, int] | None = None,
+        remedies: Sequence[tuple[str, int]] = (),
     ) -> None:
         super().__init__(message if self._PHRASE in message else f"{self._PHRASE}: {message}")
         self.asked_bytes = asked_bytes
@@ -184,6 +192,10 @@ class HostOutOfMemory(RoundPipeError, MemoryError):
         self.stage = stage
         self.layer = layer
         self.microbatch = microbatch
+        self.available_bytes = available_bytes
+        self.limit_bytes = limit_bytes
+        self.holders = dict(holders or {})
+        self.remedies = tuple(remedies)
 
 
 def locate(

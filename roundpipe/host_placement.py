@@ -11,7 +11,9 @@ Note [Placements]
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,8 +21,9 @@ from torch import nn
 
 from . import _ops
 from .errors import HostOutOfMemory, RoundPipeError
+from .host_advice import Remedy, explain, format_bytes
 
-__all__ = ["MODES", "Placement", "choose", "is_dense"]
+__all__ = ["MODES", "Needs", "Placement", "choose", "is_dense"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,44 @@ class Placed(Protocol):
     homes: list[torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a model's weights take on the host, in bytes; found before they move."""
+
+    weights_bytes: int
+    """All weights, page-locked by "alloc" and "register"."""
+    mapped_bytes: int
+    """Of these, mapped from files: locking them in place copies them into memory."""
+    frozen_mapped_bytes: int
+    """And of these, of weights that do not require grad."""
+    copying_bytes: int
+    """The most by which memory grows while weights are copied layer by layer ("alloc")."""
+    gradients_bytes: int
+    """One image of all gradients, page-locked in every mode."""
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> Needs:
+        parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
+        trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        mapped = _mapped_bytes(parameters)
+        frozen = _mapped_bytes([p for p in parameters if not p.requires_grad]) if mapped else 0
+        return cls(weights, mapped, frozen, peak_of_copying(layers, mapped == 0), trained)
+
+    def remedies(self, mode: str) -> list[Remedy]:
+        """What the other modes take less than ``mode`` while the model is wrapped."""
+        takes = {"alloc": self.copying_bytes, "register": self.mapped_bytes, "off": 0}
+        after = list(takes)[list(takes).index(mode) + 1 :]
+        found = [(f'pin_model="{other}"', takes[mode] - takes[other]) for other in after]
+        return [remedy for remedy in found if remedy[1] > 0]
+
+
 class Placement:
     """How one model's weights are placed, and its claim on their memory with the present engine."""
 
-    def __init__(self, asked: str, mode: str | None = None) -> None:
+    def __init__(self, asked: str, needs: Needs, mode: str | None = None) -> None:
         self.asked = asked
+        self.needs = needs
         self.mode = asked if mode is None else mode
         self.claim = 0
 
@@ -71,13 +107,26 @@ class Placement:
         if self.mode == "register":
             try:
                 self.claim = _ops.host_claim(engine, homes, True)
+                self._tell_what_stays_pageable()
                 return
             except RoundPipeError as error:
                 if self.asked != "auto":
-                    raise _with_remedy(error) from error
+                    raise _with_remedy(error, self.needs) from error
                 logger.warning('pin_model="auto": "off" instead of "register": %s', str(error))
                 self.mode = "off"
         self.claim = _ops.host_claim(engine, homes, False)
+
+    def _tell_what_stays_pageable(self) -> None:
+        _, _, pageable, _, registrations = _ops.host_claim_stats(self.claim)
+        if pageable > self.needs.weights_bytes // 10:
+            logger.info(
+                'pin_model="register": %s of %s of weights stay pageable and go up through bounce buffers: tensors too '
+                "small to lock, or more than the driver's registrations (%d were made); few large storages are "
+                'faster, as pin_model="alloc" makes them',
+                format_bytes(pageable),
+                format_bytes(self.needs.weights_bytes),
+                registrations,
+            )
 
     def close(self) -> None:
         claim, self.claim = self.claim, 0
@@ -85,37 +134,81 @@ class Placement:
             _ops.drop_quietly(_ops.host_claim_drop, claim)
 
 
-def _with_remedy(error: RoundPipeError) -> RoundPipeError:
+def _with_remedy(error: RoundPipeError, needs: Needs) -> RoundPipeError:
     text = f'pin_model="register": {error} Weights that stay pageable need no locked memory: pin_model="off".'
     if isinstance(error, HostOutOfMemory):
-        return HostOutOfMemory(text, asked_bytes=error.asked_bytes)
+        failure = HostOutOfMemory(
+            text,
+            asked_bytes=error.asked_bytes,
+            available_bytes=error.available_bytes,
+            limit_bytes=error.limit_bytes,
+            holders=error.holders,
+            remedies=error.remedies,
+        )
+        return explain(failure, needs.remedies("register"))
     return RoundPipeError(text)
 
 
+def _check_skipped() -> bool:
+    """As memory_check_skipped() in csrc/core/memory_limits.cpp."""
+    return os.environ.get("ROUNDPIPE_SKIP_MEMORY_CHECK", "0") not in ("", "0")
+
+
 def choose(pin_model: str, layers: Sequence[nn.Module], name: str) -> Placement:
-    """The placement that ``pin_model`` asks for; "auto" compares with the memory that is left, and logs why."""
+    """The placement that ``pin_model`` asks for; "auto" compares with the memory that is left, and logs why.
+
+    Raises:
+        HostOutOfMemory: "alloc" needs more than there is; nothing has moved.
+    """
+    needs = Needs.of(layers)
+    limits = _ops.host_limits()
+    room, lockable = (1 << 62, 1 << 62) if _check_skipped() else (limits[4], limits[5])
+    if pin_model == "alloc" and (needs.copying_bytes > room or needs.weights_bytes > lockable):
+        raise explain(_too_large(needs, limits, name), needs.remedies("alloc"))
     if pin_model != "auto":
-        return Placement(pin_model)
-    parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
-    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    mapped = _ops.host_file_bytes([flat for p in parameters if (flat := _flat(p)) is not None])
-    room = _ops.host_limits()[4]
-    copying = peak_of_copying(layers, mapped == 0) + gradients
-    mode = "alloc" if copying <= room else "register" if mapped + gradients <= room else "off"
+        return Placement(pin_model, needs)
+    locked = needs.weights_bytes + needs.gradients_bytes
+    copying = needs.copying_bytes + needs.gradients_bytes
+    in_place = needs.mapped_bytes + needs.gradients_bytes
+    if copying <= room and locked <= lockable:
+        mode = "alloc"
+    elif in_place <= room and locked <= lockable:
+        mode = "register"
+    else:
+        mode = "off"
+    sizes = (needs.weights_bytes, needs.mapped_bytes, needs.gradients_bytes, copying, in_place, room)
     logger.info(
         '%s: pin_model="auto" chose "%s": %s of weights (%s mapped from files) and %s of gradients; copying them takes '
-        "%s at the peak, locking them in place %s, and %s of host memory are left",
+        "%s at the peak, locking them in place %s, and %s of host memory are left%s",
         name,
         mode,
-        *map(_gib, (weights, mapped, gradients, copying, mapped + gradients, room)),
+        *map(format_bytes, sizes),
+        "" if lockable >= room else f", of which {format_bytes(lockable)} can be page-locked",
     )
-    return Placement("auto", mode)
+    return Placement("auto", needs, mode)
 
 
-def instead_of_copying(error: HostOutOfMemory) -> Placement:
+def _too_large(needs: Needs, limits: Sequence[int], name: str) -> HostOutOfMemory:
+    total, available, group, used, room, lockable, *_ = limits
+    lacks_room = needs.copying_bytes > room
+    asked = needs.copying_bytes if lacks_room else needs.weights_bytes
+    why = f"{format_bytes(room)} are left (MemAvailable {format_bytes(available)} of {format_bytes(total)}"
+    why += f", cgroup limit {format_bytes(group)} with {format_bytes(used)} used)" if group else ", no cgroup limit)"
+    if not lacks_room:
+        why = f"{format_bytes(lockable)} can still be page-locked"
+    return HostOutOfMemory(
+        f'{name}: pin_model="alloc" copies {format_bytes(needs.weights_bytes)} of weights into pinned memory and needs '
+        f"{format_bytes(asked)} ({asked} bytes) for it at the peak, but {why}; nothing has moved. If this machine's "
+        "memory grows as it is used, set ROUNDPIPE_SKIP_MEMORY_CHECK=1",
+        asked_bytes=asked,
+        available_bytes=room if lacks_room else lockable,
+        limit_bytes=group or total,
+    )
+
+
+def instead_of_copying(error: HostOutOfMemory, needs: Needs) -> Placement:
     logger.warning('pin_model="auto": "register" instead of "alloc": %s', str(error))
-    return Placement("auto", "register")
+    return Placement("auto", needs, "register")
 
 
 def peak_of_copying(layers: Sequence[nn.Module], releases: bool) -> int:
@@ -145,6 +238,10 @@ def peak_of_copying(layers: Sequence[nn.Module], releases: bool) -> int:
     return peak
 
 
+def _mapped_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return _ops.host_file_bytes([flat for p in parameters if (flat := _flat(p)) is not None])
+
+
 def _flat(parameter: torch.Tensor) -> torch.Tensor | None:
     if parameter.device.type != "cpu" or parameter.numel() == 0 or not is_dense(parameter):
         return None
@@ -154,7 +251,3 @@ def _flat(parameter: torch.Tensor) -> torch.Tensor | None:
 def flat_home(parameter: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in memory order, one-dimensional, without the version counter of the parameter."""
     return parameter.data.as_strided((parameter.numel(),), (1,))
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -41,6 +41,11 @@ class HostMemory:
     available_bytes: int
     """What the system and the control group have left."""
 
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes by what they are for: ``{"weights": ..., "gradients": ..., ...}``, in the order above."""
+        parts = [f.name for f in fields(self) if f.name not in ("locked_bytes", "available_bytes")]
+        return {part.removesuffix("_bytes").replace("_", " "): getattr(self, part) for part in parts}
+
     @property
     def allocated_bytes(self) -> int:
         """Pinned memory taken from the system: everything above but weights in place."""
@@ -95,6 +100,11 @@ def memory_report() -> MemoryReport:
     Work under way changes the numbers meanwhile; after ``model.synchronize()`` they stand still.
     """
     engine = engines.current()
+    return MemoryReport(host_memory(), tuple(_device(worker) for worker in engine.workers))
+
+
+def host_memory() -> HostMemory:
+    """The host's part of the report. Opens no engine."""
     reserved, registered, used, quarantined, _, _ = _ops.host_stats()
     locked_in_place, pinned, pageable, mapped, _ = _ops.host_claim_stats(0)
     del pinned, pageable
@@ -108,10 +118,11 @@ def memory_report() -> MemoryReport:
         optimizer += state.optimizer.host_bytes
         if state.compact.memory is not None:
             optimizer += state.compact.memory.host_bytes
-    activations = _ops.engine_live(engine.handle)[1]
+    engine = engines.open_engine()
+    activations = 0 if engine is None else _ops.engine_live(engine.handle)[1]
     known = weights + gradients + optimizer + activations
     available = _ops.host_limits()[4]
-    host = HostMemory(
+    return HostMemory(
         weights_bytes=weights,
         weights_in_place_bytes=in_place,
         mapped_bytes=mapped,
@@ -124,7 +135,6 @@ def memory_report() -> MemoryReport:
         process_bytes=_resident_bytes(),
         available_bytes=available,
     )
-    return MemoryReport(host, tuple(_device(worker) for worker in engine.workers))
 
 
 def _within(home: torch.Tensor, image: torch.Tensor) -> bool:

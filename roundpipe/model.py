@@ -23,8 +23,9 @@ from .optimizer_thread import thread as optimizer_thread
 from .ownership import owners
 from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
-from .training_state import TrainingState, place
+from .training_state import TrainingState
 from .unsuitable import refuse_unsuitable
+from .weight_placement import place
 
 # Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
 _READ_WEIGHTS = frozenset({"generate", "merge_and_unload", "push_to_hub", "save_pretrained"})
@@ -75,7 +76,8 @@ class RoundPipe(nn.Module):
         claim_weights(
             self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()], layers
         )
-        state = place(layers, optim_dtype, pin_model, self.name)
+        with owners.released_on_failure(self):
+            state = place(layers, optim_dtype, pin_model, self.name)
         self._set_up(model, state, threading.RLock(), self.name, config)
 
     def _set_up(self, model: nn.Module, state: Any, lock: Any, name: str, config: RoundPipeRunConfig) -> None:

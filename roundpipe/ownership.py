@@ -9,10 +9,11 @@ Note [Takeover]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from torch import nn
@@ -75,6 +76,16 @@ class _Owners:
             }
             for parameter in named.values():
                 self._of[id(parameter)] = (weakref.ref(parameter), weakref.ref(claimant))
+
+    @contextlib.contextmanager
+    def released_on_failure(self, claimant: Owner) -> Iterator[None]:
+        """A wrapper that could not be made may live on in a traceback, and must not own the weights there."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._of = {key: entry for key, entry in self._of.items() if entry[1]() is not claimant}
+            raise
 
 
 def _end(owner: Owner, successor: str) -> None:

@@ -19,9 +19,9 @@ from .compact_step import CompactStep
 from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
-from .errors import ConfigError, HostOutOfMemory, PartialStepError
+from .errors import ConfigError, PartialStepError
 from .host_gradients import fold_host_gradients
-from .host_placement import Placement, choose, instead_of_copying
+from .host_placement import Placement
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
 from .measurements import Measurements
@@ -500,22 +500,6 @@ _living: weakref.WeakSet[TrainingState] = weakref.WeakSet()
 def living_states() -> list[TrainingState]:
     """Of every wrapper in this process."""
     return list(_living)
-
-
-def place(layers: list[nn.Module], optim_dtype: torch.dtype | None, pin_model: str, name: str) -> TrainingState:
-    """A new state, with the weights where ``pin_model`` wants them.
-
-    Raises:
-        HostOutOfMemory: there is not enough host memory; the weights are in ordinary memory then.
-    """
-    engine = engines.current()
-    placement = choose(pin_model, layers, name)
-    try:
-        return TrainingState(layers, optim_dtype, engine, placement)
-    except HostOutOfMemory as error:
-        if pin_model != "auto" or placement.in_place:
-            raise
-        return TrainingState(layers, optim_dtype, engine, instead_of_copying(error))
 
 
 def _let_go(layers: list[nn.Module], units: list[Unit], placement: Placement) -> None:

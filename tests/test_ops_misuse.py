@@ -101,7 +101,7 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
     "engine_wait_idle": [(lambda r: (r.engine, -1), "'timeout_ms'"), (lambda r: (r.fetch, 0), "a handle of a fetch")],
     "engine_reports": [(lambda r: (1 << 62,), "no operator has returned")],
     "engine_inject": [
-        (lambda r: (r.engine, "fire", 0, 0), "'delay', 'fail_copy' or 'fail_registration', got 'fire'"),
+        (lambda r: (r.engine, "fire", 0, 0), "'fail_registration' or 'limit_registrations', got 'fire'"),
         (lambda r: (r.engine, "delay", 0, -1), "microseconds, got -1"),
     ],
     "engine_live": [(lambda r: (r.ticket,), "a handle of a ticket")],

@@ -298,7 +298,7 @@ def test_auto_takes_the_first_that_fits_and_says_why(
     room: int, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     roundpipe.use_devices("host:2")
-    monkeypatch.setattr(_ops, "host_limits", lambda: [1 << 40, room, 0, 0, room])
+    monkeypatch.setattr(_ops, "host_limits", lambda: [1 << 40, room, 0, 0, room, 1 << 40, 0])
     layers = wide()  # four weights of 1 MiB, and their gradients
     layers[:3].requires_grad_(False)
     layers[3:].requires_grad_(True)
@@ -312,14 +312,14 @@ def test_auto_takes_the_first_that_fits_and_says_why(
         model = RoundPipe(layers, pin_model="auto", name="mine")
     assert model._state.placement.mode == mode
     (line,) = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
-    assert f'mine: pin_model="auto" chose "{mode}"' in line and "GiB" in line
+    assert f'mine: pin_model="auto" chose "{mode}"' in line and "of host memory are left" in line
 
 
 def test_auto_falls_back_when_locking_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     roundpipe.use_devices("host:2")
-    monkeypatch.setattr(_ops, "host_limits", lambda: [1 << 40, 5 << 20, 0, 0, 5 << 20])
+    monkeypatch.setattr(_ops, "host_limits", lambda: [1 << 40, 5 << 20, 0, 0, 5 << 20, 1 << 40, 0])
     handle = engines.current().handle
     _ops.engine_inject(handle, "fail_registration", 0, 0)
     whole = torch.randn(8 * WIDE * WIDE)
@@ -395,7 +395,7 @@ def test_locking_a_file_is_counted_at_full_size(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "weights.pt"
     torch.save([layer.base.weight.detach() for layer in adapted(None)], path)
     for room, mode in ((1 << 40, "alloc"), (3 << 20, "off")):  # 4 MiB in the file
-        monkeypatch.setattr(_ops, "host_limits", lambda room=room: [1 << 40, room, 0, 0, room])
+        monkeypatch.setattr(_ops, "host_limits", lambda room=room: [1 << 40, room, 0, 0, room, 1 << 40, 0])
         assert RoundPipe(adapted(path), pin_model="auto")._state.placement.mode == mode
 
 

@@ -17,6 +17,7 @@
 #include "core/host_mapping.h"
 #include "core/mapping_pool.h"
 #include "core/memory_limits.h"
+#include "core/pin_limits.h"
 
 namespace roundpipe {
 namespace {
@@ -108,10 +109,21 @@ void HostArena::State::poll_quarantine() {
 }
 
 void HostArena::State::check_memory(std::size_t bytes) {
-  if (memory_check_skipped() || read_memory_limits().headroom_bytes() >= bytes) return;
+  if (memory_check_skipped()) return;
+  MemoryLimits limits;
+  PinLimits pins;
+  const auto fits = [&] {
+    limits = read_memory_limits();
+    std::size_t room = limits.headroom_bytes();
+    if (backend != nullptr) {
+      pins = read_pin_limits(limits);
+      room = pins.room_bytes(room);
+    }
+    return room >= bytes;
+  };
+  if (fits()) return;
   shrink(0);  // what is kept for reuse may be just what is missing
-  const MemoryLimits limits = read_memory_limits();
-  if (limits.headroom_bytes() >= bytes) return;
+  if (fits()) return;
   std::size_t reserved, used;
   {
     std::lock_guard lock(mutex);
@@ -119,7 +131,7 @@ void HostArena::State::check_memory(std::size_t bytes) {
     used = stats.used_bytes;
   }
   throw HostOutOfMemory("host memory: asked for " + format_bytes(bytes) + " (" + std::to_string(bytes) +
-                            " bytes), but " + limits.describe() + "; RoundPipe already holds " +
+                            " bytes), but " + limits.describe() + pins.describe() + "; RoundPipe already holds " +
                             format_bytes(reserved) + ", " + format_bytes(used) +
                             " of it in use. Free memory, raise the limit, or train with a smaller model, batch or "
                             "optimizer state. If this machine's memory grows as it is used, set "

@@ -206,6 +206,7 @@ struct HostBackend::State {
   std::mutex mutex;  // guards everything below
   std::map<std::uintptr_t, std::size_t> registered;
   std::int64_t registrations_until_failure = -1;  // negative: none fails
+  std::int64_t most_registrations = -1;           // negative: any number
 };
 
 HostBackend::HostBackend(const HostBackendOptions& options) : state_(std::make_unique<State>()) {
@@ -234,6 +235,12 @@ void HostBackend::register_host(void* base, std::size_t bytes) {
   if (state_->registrations_until_failure >= 0 && state_->registrations_until_failure-- == 0) {
     throw DriverError("register_host of " + std::to_string(bytes) + " bytes: injected failure; nothing was registered",
                       kInjectedFailure);
+  }
+  if (state_->most_registrations >= 0 &&
+      state_->registered.size() >= static_cast<std::size_t>(state_->most_registrations)) {
+    throw HostOutOfMemory("register_host of " + std::to_string(bytes) + " bytes: " +
+                              std::to_string(state_->registered.size()) + " ranges are registered, and no more can be",
+                          bytes);
   }
   const auto next = state_->registered.lower_bound(begin);
   const bool overlaps_next = next != state_->registered.end() && next->first < begin + bytes;
@@ -275,6 +282,11 @@ void HostBackend::fail_copy_after(std::int64_t copies) { state_->runtime->fail_c
 void HostBackend::fail_registration_after(std::int64_t registrations) {
   std::lock_guard lock(state_->mutex);
   state_->registrations_until_failure = registrations;
+}
+
+void HostBackend::limit_registrations(std::int64_t most) {
+  std::lock_guard lock(state_->mutex);
+  state_->most_registrations = most;
 }
 
 }  // namespace roundpipe

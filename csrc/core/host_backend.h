@@ -35,6 +35,8 @@ class HostBackend : public Backend {
   void set_delays(std::uint64_t seed, std::uint32_t max_delay_us);  // while running
   void fail_copy_after(std::int64_t copies);  // the copy after `copies` more ones fails once; negative: never
   void fail_registration_after(std::int64_t registrations);  // likewise
+  // Registers at most so many ranges at a time, as drivers do (near 65,000); negative: any number.
+  void limit_registrations(std::int64_t most);
 
  private:
   struct State;

@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <iterator>
+#include <cstdint>
 #include <mutex>
 #include <set>
 #include <string>
@@ -12,11 +12,10 @@
 #include "core/errors.h"
 #include "core/happens_before.h"
 #include "core/memory_limits.h"
+#include "core/pin_limits.h"
 
 namespace roundpipe {
 namespace {
-
-using Ranges = std::map<std::uintptr_t, std::uintptr_t>;
 
 // Looking for what is locked already and locking, or unlocking, are one step: two claims may want the same page.
 // Leaked: a claim may die at exit.
@@ -37,41 +36,6 @@ Living& living() {
 
 std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 void* pointer(std::uintptr_t at) { return reinterpret_cast<void*>(at); }
-
-// The range that holds `at`, or the first one after it.
-Ranges::const_iterator at_or_after(const Ranges& ranges, std::uintptr_t at) {
-  auto it = ranges.upper_bound(at);
-  if (it != ranges.begin() && std::prev(it)->second > at) --it;
-  return it;
-}
-
-// Takes what `taken` covers out of `ranges`.
-void subtract(Ranges& ranges, const Ranges& taken) {
-  for (const auto& [begin, end] : taken) {
-    auto it = at_or_after(ranges, begin);
-    while (it != ranges.end() && it->first < end) {
-      const auto [first, last] = *it;
-      it = ranges.erase(it);
-      if (first < begin) ranges.emplace(first, begin);
-      if (end < last) ranges.emplace(end, last);
-    }
-  }
-}
-
-void add(Ranges& ranges, std::uintptr_t begin, std::uintptr_t end) {
-  auto it = ranges.upper_bound(begin);
-  if (it != ranges.begin() && std::prev(it)->second >= begin) {
-    --it;
-    begin = it->first;
-    end = std::max(end, it->second);
-    it = ranges.erase(it);
-  }
-  while (it != ranges.end() && it->first <= end) {
-    end = std::max(end, it->second);
-    it = ranges.erase(it);
-  }
-  ranges.emplace(begin, end);
-}
 
 }  // namespace
 
@@ -151,6 +115,16 @@ HostClaim::Ranges HostClaim::claimed_by_others() const {
   return found;
 }
 
+std::size_t HostClaim::registrations_of_others() const {
+  Living& all = living();
+  std::lock_guard lock(all.mutex);
+  std::size_t count = 0;
+  for (const HostClaim* claim : all.claims) {
+    if (claim->backend_ == backend_) count += claim->registered_.size();
+  }
+  return count;
+}
+
 // Whole pages of what is to be locked. A page at either end that is locked already stays out.
 HostClaim::Ranges HostClaim::page_ranges() const {
   const std::size_t page = page_bytes();
@@ -170,21 +144,12 @@ HostClaim::Ranges HostClaim::page_ranges() const {
 
 void HostClaim::choose(Ranges& ranges) const {
   std::erase_if(ranges, [this](const auto& range) { return range.second - range.first < options_.least_bytes; });
-  if (ranges.size() <= options_.most_registrations) return;
-  std::vector<std::size_t> sizes;
-  for (const auto& [begin, end] : ranges) sizes.push_back(end - begin);
-  const auto last = sizes.begin() + static_cast<std::ptrdiff_t>(options_.most_registrations) - 1;
-  std::nth_element(sizes.begin(), last, sizes.end(), std::greater<>());
-  const std::size_t least = *last;
-  const auto larger = std::count_if(sizes.begin(), last, [least](std::size_t size) { return size > least; });
-  std::size_t equal = options_.most_registrations - static_cast<std::size_t>(larger);  // of that size that are kept
-  std::erase_if(ranges, [&](const auto& range) {
-    const std::size_t size = range.second - range.first;
-    if (size != least) return size < least;
-    if (equal == 0) return true;
-    --equal;
-    return false;
-  });
+  const std::size_t most =
+      options_.most_registrations - std::min(options_.most_registrations, registrations_of_others());
+  if (ranges.size() <= most) return;
+  auto kept = largest_first(ranges);
+  kept.resize(most);
+  ranges = Ranges(kept.begin(), kept.end());
 }
 
 void HostClaim::check_memory(const Ranges& ranges) const {
@@ -193,20 +158,41 @@ void HostClaim::check_memory(const Ranges& ranges) const {
   if (copied != 0) {
     require_host_memory(copied,
                         "to page-lock weights that are mapped from files, which copies them into memory; "
-                        "pin_model=\"off\" streams them from where they are");
+                        "pin_model=\"off\" streams them from where they are",
+                        /*to_lock=*/false);
   }
+  if (memory_check_skipped()) return;
+  // The memory is there already; but how much of it may be locked can be less.
+  std::size_t locked = 0;
+  for (const auto& [begin, end] : ranges) locked += end - begin;
+  const MemoryLimits limits = read_memory_limits();
+  const PinLimits pins = read_pin_limits(limits);
+  if (pins.room_bytes(SIZE_MAX) >= locked) return;
+  throw HostOutOfMemory("host memory: asked to page-lock " + format_bytes(locked) + " (" + std::to_string(locked) +
+                            " bytes) of weights where they are, but " + limits.describe() + pins.describe() +
+                            ". pin_model=\"off\" locks next to nothing; ROUNDPIPE_SKIP_MEMORY_CHECK=1 tries it",
+                        locked);
 }
 
 void HostClaim::register_all(const Ranges& ranges) {
   try {
-    for (const auto& [begin, end] : ranges) {
+    for (const auto& [begin, end] : largest_first(ranges)) {
       for (Address at = begin; at < end;) {
         const std::size_t bytes = std::min<std::size_t>(options_.registration_bytes, end - at);
         backend_->register_host(pointer(at), bytes);
         registered_.emplace(at, at + bytes);
+        note_locked(bytes);
         at += bytes;
       }
     }
+  } catch (const InvalidArgument&) {
+    unregister_all();
+    throw;
+  } catch (const Error&) {
+    if (registered_.size() + registrations_of_others() >= options_.many_registrations)
+      return;  // Note [Registration in place]
+    unregister_all();
+    throw;
   } catch (...) {
     unregister_all();
     throw;
@@ -214,7 +200,10 @@ void HostClaim::register_all(const Ranges& ranges) {
 }
 
 void HostClaim::unregister_all() noexcept {
-  for (const auto& [begin, end] : registered_) backend_->unregister_host(pointer(begin));
+  for (const auto& [begin, end] : registered_) {
+    backend_->unregister_host(pointer(begin));
+    note_unlocked(end - begin);
+  }
   registered_.clear();
 }
 

@@ -1,21 +1,24 @@
 // Host memory that somebody else allocated and in which weights stay: page-locked where it is, or left pageable.
 //
 // Note [Registration in place]
-//   The driver page-locks whole pages, each at most once, and about 65,000 ranges in all. So the ranges of a claim are
-//   rounded to pages, overlapping and adjacent ones merged, and what somebody has locked already is left out: a tensor
-//   that the user pinned, and a page that another claim shares with us. What is not worth a registration (a tiny tensor
-//   in a page of its own) or cannot have one stays pageable and goes through bounce buffers, which is always correct.
-//   A copy must not cross the border of two registrations; `pieces` cuts there.
-//   Locking a private mapping of a file copies all of it into memory of the process, so it is counted at full size
-//   before it is done.
+//   The driver page-locks whole pages, each at most once, and about 65,000 ranges in all (by one process with several
+//   GPUs, or several processes, fewer). So the ranges of a claim are rounded to pages, overlapping and adjacent ones
+//   merged, and what somebody has locked already is left out: a tensor that the user pinned, and a page that another
+//   claim shares with us. The largest ranges are locked first. What is not worth a registration (a tiny tensor in a
+//   page of its own) or cannot have one stays pageable and goes through bounce buffers, which is always correct. All
+//   claims of a backend share a number of registrations well below the driver's. A driver that refuses after many
+//   ranges were locked has reached a limit on their number, and the rest, the smallest ones, stays pageable too;
+//   refused earlier, it is memory that lacks, and the claim fails as a whole. A copy must not cross the border of two
+//   registrations; `pieces` cuts there. Locking a private mapping of a file copies all of it into memory of the
+//   process, so it is counted at full size before it is done.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <vector>
 
+#include "core/address_ranges.h"
 #include "core/backend.h"
 #include "core/memory_map.h"
 
@@ -36,7 +39,8 @@ struct HostClaimOptions {
   bool pin = true;  // false: everything stays pageable, but for what is pinned already
   std::size_t registration_bytes = std::size_t{64} << 30;  // the largest piece registered at once
   std::size_t least_bytes = std::size_t{256} << 10;        // smaller ranges are not worth a registration
-  std::size_t most_registrations = 32768;                  // the largest ranges first
+  std::size_t most_registrations = 16384;                  // of all claims of the backend
+  std::size_t many_registrations = 1024;                   // so many locked: a refusal is about their number
 };
 
 struct HostClaimStats {
@@ -68,8 +72,9 @@ class HostClaim {
 
  private:
   using Address = std::uintptr_t;
-  using Ranges = std::map<Address, Address>;  // begin -> end, disjoint
+  using Ranges = AddressRanges;
   Ranges claimed_by_others() const;
+  std::size_t registrations_of_others() const;
   Ranges page_ranges() const;
   void choose(Ranges& ranges) const;
   void check_memory(const Ranges& ranges) const;

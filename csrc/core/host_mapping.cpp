@@ -14,6 +14,7 @@
 
 #include "core/errors.h"
 #include "core/memory_limits.h"
+#include "core/pin_limits.h"
 
 namespace roundpipe {
 namespace {
@@ -70,6 +71,7 @@ HostMapping::HostMapping(Backend* backend, std::size_t bytes, bool huge_pages, s
     const std::size_t piece = std::min(registration_bytes_, bytes_ - registered_bytes_);
     backend_->register_host(base_ + registered_bytes_, piece);
     registered_bytes_ += piece;
+    note_locked(piece);
   }
 }
 
@@ -124,6 +126,7 @@ HostMapping::~HostMapping() {
   for (std::size_t offset = 0; offset < registered_bytes_; offset += registration_bytes_) {
     backend_->unregister_host(base_ + offset);
   }
+  note_unlocked(registered_bytes_);
   munmap(base_, bytes_);
 }
 

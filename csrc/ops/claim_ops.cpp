@@ -7,6 +7,7 @@
 #include "core/host_claim.h"
 #include "core/memory_limits.h"
 #include "core/memory_map.h"
+#include "core/pin_limits.h"
 #include "ops/checks.h"
 #include "ops/claim.h"
 #include "ops/guard.h"
@@ -51,10 +52,12 @@ std::int64_t host_file_bytes(std::vector<Tensor> tensors) {
 
 std::vector<std::int64_t> host_limits() {
   const MemoryLimits limits = read_memory_limits();
+  const PinLimits pins = read_pin_limits(limits);
   constexpr std::size_t kMost = std::size_t{1} << 62;
   std::vector<std::int64_t> values;
-  for (const std::size_t value : {limits.total_bytes, limits.available_bytes, limits.cgroup_limit_bytes,
-                                  limits.cgroup_used_bytes, limits.headroom_bytes()}) {
+  for (const std::size_t value :
+       {limits.total_bytes, limits.available_bytes, limits.cgroup_limit_bytes, limits.cgroup_used_bytes,
+        limits.headroom_bytes(), pins.room_bytes(kMost), pins.memlock_bytes}) {
     values.push_back(static_cast<std::int64_t>(std::min(value, kMost)));
   }
   return values;

@@ -116,8 +116,10 @@ void engine_inject(std::int64_t engine, std::string what, std::int64_t a, std::i
     backend->fail_copy_after(a);
   } else if (what == "fail_registration") {
     backend->fail_registration_after(a);
+  } else if (what == "limit_registrations") {
+    backend->limit_registrations(a);
   } else {
-    refuse("what", "'delay', 'fail_copy' or 'fail_registration'", "'" + what + "'");
+    refuse("what", "'delay', 'fail_copy', 'fail_registration' or 'limit_registrations'", "'" + what + "'");
   }
 }
 

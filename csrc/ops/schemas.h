@@ -29,7 +29,7 @@
   def("host_claim_drop(int claim) -> ()")                                                                               \
   def("host_claim_stats(int claim) -> int[]")                          /* HostClaimStats; claim 0: of all together */   \
   def("host_file_bytes(Tensor[] tensors) -> int")                      /* how much of them is mapped from files */      \
-  def("host_limits() -> int[]")              /* total, available, group's limit (0: none), group's use, headroom */     \
+  def("host_limits() -> int[]")                                        /* in the order of _ops.host_limits */         \
   /* -- engine and devices ------------------------------------------------------------------------------------ */   \
   /* kind "cuda" | "host"; devices: driver ordinals, or 0..n-1 */                                                     \
   def("engine_open(str kind, int[] devices, int memory_limit_bytes, bool check) -> int")                             \
@@ -42,7 +42,7 @@
   def("engine_poke(int engine) -> ()")                                                                               \
   def("engine_wait_idle(int engine, int timeout_ms) -> bool")          /* no open job, no copy under way */           \
   def("engine_reports(int engine) -> str")                             /* races found, one a line; taken */           \
-  def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us | "fail_copy" n | "fail_registration" n */ \
+  def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us, or what fails and when */  \
   def("engine_live(int engine) -> int[]")        /* records, record bytes, peak record bytes, open jobs, handles */   \
   /* -- units and tickets ------------------------------------------------------------------------------------- */   \
   /* weights: host tensors (any dtype, contiguous) at `offsets` of the packed image of weight_bytes */                \

@@ -109,8 +109,13 @@ class CompactMemory:
     @property
     def host_bytes(self) -> int:
         """Masters, moments and shadows."""
-        kept = [t for s in self.slots.values() for t in (s.low, s.master, *s.moments) if t is not None]
-        return sum(tensor.nbytes for tensor in (*kept, *(shadow for _, shadow in self._shadows.values())))
+        kept = [t for s in self.slots.values() for t in (s.low, s.master, *s.moments, *s.scales) if t is not None]
+        return sum(tensor.nbytes for tensor in kept) + self.shadow_bytes
+
+    @property
+    def shadow_bytes(self) -> int:
+        """The second copy of the weights that asynchronous steps write."""
+        return sum(shadow.nbytes for _, shadow in self._shadows.values())
 
     # -- slots ---------------------------------------------------------------------------------------------------
     def add(self, host: nn.Parameter, name: str, unit: Unit, layout: TensorLayout, group: int) -> None:

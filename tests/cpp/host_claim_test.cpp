@@ -11,6 +11,7 @@
 #include <string>
 
 #include "core/errors.h"
+#include "core/host_backend.h"
 #include "core/memory_limits.h"
 #include "registering_backend.h"
 
@@ -89,6 +90,62 @@ TEST_F(HostClaimTest, TinyRangesStayPageableAndTheLargestGetTheRegistrations) {
   std::size_t three = 0;
   for (const auto& [base, bytes] : backend->ranges) three += bytes == 3 * page;
   EXPECT_EQ(three, 5U);
+}
+
+TEST_F(HostClaimTest, ClaimsShareTheRegistrationsOfTheirBackend) {
+  const Pages pages(64);
+  std::vector<HostRange> first, second;
+  for (std::size_t i = 0; i < 8; ++i) {
+    first.push_back({pages.at(2 * i), page});
+    second.push_back({pages.at(16 + 4 * i), (1 + i % 3) * page});
+  }
+  auto one = claim(first, {.least_bytes = 1, .most_registrations = 10});
+  EXPECT_EQ(backend->ranges.size(), 8U);
+  auto two = claim(second, {.least_bytes = 1, .most_registrations = 10});
+  EXPECT_EQ(two->stats().registrations, 2U);
+  EXPECT_EQ(two->stats().registered_bytes, 6 * page);  // the two of three pages
+  auto three = claim({{pages.at(60), page}}, {.least_bytes = 1, .most_registrations = 10});
+  EXPECT_EQ(three->stats().registrations, 0U);
+  EXPECT_EQ(three->stats().pageable_bytes, page);
+  one.reset();
+  three = claim({{pages.at(60), page}}, {.least_bytes = 1, .most_registrations = 10});
+  EXPECT_EQ(three->stats().registrations, 1U);
+  std::shared_ptr<RegisteringBackend> other = std::make_shared<RegisteringBackend>();
+  const HostClaim elsewhere(other, first, {.least_bytes = 1, .most_registrations = 10}, nullptr);
+  EXPECT_EQ(other->ranges.size(), 8U);
+}
+
+TEST_F(HostClaimTest, ADriversLimitOnTheirNumberLeavesTheSmallestPageable) {
+  constexpr std::size_t kRanges = 300;
+  const Pages pages(4 * kRanges);
+  std::vector<HostRange> ranges;
+  for (std::size_t i = 0; i < kRanges; ++i) ranges.push_back({pages.at(4 * i), (1 + i % 3) * page});
+  HostBackend limited({.check = true});
+  const auto shared = std::shared_ptr<Backend>(&limited, [](Backend*) {});
+  limited.limit_registrations(150);
+  const HostClaimOptions options{.least_bytes = 1, .many_registrations = 100};
+  {
+    const HostClaim made(shared, ranges, options, nullptr);
+    EXPECT_EQ(made.stats().registrations, 150U);
+    EXPECT_EQ(made.stats().registered_bytes, (100 * 3 + 50 * 2) * page);
+    EXPECT_EQ(made.stats().pageable_bytes, (50 * 2 + 100) * page);
+    std::size_t bytes = 0;
+    for (const HostRange& range : ranges) {
+      for (const HostPiece& piece : made.pieces(range.base, range.bytes)) {
+        bytes += piece.bytes;
+        EXPECT_EQ(limited.page_locked(piece.base), piece.memory == HostMemory::kPinned);
+      }
+    }
+    EXPECT_EQ(bytes, 600 * page);
+    // Another claim finds the driver full at once.
+    const HostClaim other(shared, {{pages.at(3), page}}, options, nullptr);
+    EXPECT_EQ(other.stats().pageable_bytes, page);
+  }
+  limited.limit_registrations(99);  // refused before there were many: memory lacks
+  EXPECT_THROW(HostClaim(shared, ranges, options, nullptr), HostOutOfMemory);
+  for (const HostRange& range : ranges) EXPECT_FALSE(limited.page_locked(range.base));
+  limited.limit_registrations(-1);
+  EXPECT_EQ(HostClaim(shared, ranges, options, nullptr).stats().registrations, kRanges);
 }
 
 TEST_F(HostClaimTest, WhatIsPinnedAlreadyIsLeftAlone) {
