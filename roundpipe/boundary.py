@@ -13,6 +13,7 @@ from . import _ops
 from .errors import ConfigError
 from .host_placement import is_dense
 from .interrupts import uninterrupted
+from .live_memory import Kind
 
 if TYPE_CHECKING:
     from .engine import Engine, Worker
@@ -71,6 +72,8 @@ class HostTensor:
             tensor = tensor.contiguous()
             order = list(range(tensor.dim()))
         flat = tensor.permute(order)
+        if worker.memory is not None and traffic is not Traffic.BUFFERS:
+            worker.memory.note(tensor, Kind.RING)
         record = _ops.stash(worker.engine.handle, worker.index, [flat], int(traffic), 0)
         return HostTensor(record, tensor, order, traffic, on_host=False)
 
@@ -120,6 +123,8 @@ class Fetch:
             return
         # Not a view of `flat` but the other way round: a view at a graph's entry could not be written in place.
         self.target = torch.empty_permuted(source.size, source.order, dtype=source.dtype, device=worker.device)
+        if worker.memory is not None:
+            worker.memory.note(self.target, Kind.BUFFERS if source.traffic is Traffic.BUFFERS else Kind.RING)
         flat = self.target.permute(source.order)
         self.ticket = _ops.fetch_start(worker.engine.handle, worker.index, source.record, [flat], int(source.traffic))
 

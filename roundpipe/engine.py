@@ -18,6 +18,7 @@ import torch
 from . import _ops
 from .devices import DeviceSpec, active_spec, devices
 from .errors import DeviceOutOfMemory, RoundPipeError, StallError
+from .live_memory import LiveMemory
 from .replica import DeviceParameters, LayerReplica
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Worker:
         self.device = device
         self.simulated = device.type == "cpu"
         self.name = devices()[index].name
+        limit = engine.spec.memory_limit_bytes
+        self.memory = (
+            LiveMemory(self.name, limit) if self.simulated and limit else None
+        )  # None: torch's allocator counts
         # Held while a layer computes, where devices share a generator that layers draw from.
         self.compute_lock: contextlib.AbstractContextManager[Any] = (
             cpu_generator_lock if self.simulated else engine.gpu_locks.get(device, _unshared)
@@ -83,6 +88,9 @@ class Worker:
         self._views.clear()
         self.region = torch.empty(0, dtype=torch.uint8, device=self.device)
         _ops.engine_set_region(self.engine.handle, self.index, self.region)
+        if self.memory is not None:
+            self.memory.set_region(self.region)
+            self.memory.make_room(size_bytes, "the region of weights and gradients")
         if self.stream is None:
             region = torch.empty(size_bytes, dtype=torch.uint8)
         else:
@@ -90,6 +98,8 @@ class Worker:
                 region = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         _ops.engine_set_region(self.engine.handle, self.index, region)  # may refuse: then the empty one stays
         self.region = region
+        if self.memory is not None:
+            self.memory.set_region(region)
 
     def views(self, key: Any, layouts: list[Any], offset: int) -> list[torch.Tensor]:
         """Views of the region for one packed image; places repeat, so they are made once."""

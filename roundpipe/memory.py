@@ -10,7 +10,7 @@ from . import _ops
 from . import engine as engines
 from .training_state import living_states
 
-__all__ = ["DeviceMemory", "HostMemory", "MemoryReport", "memory_report"]
+__all__ = ["DeviceMemory", "HostMemory", "MemoryReport", "memory_report", "reset_device_peaks"]
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,16 @@ class DeviceMemory:
     region_bytes: int
     """Streamed weights and gradients: a region for two consecutive stages."""
     tensors_bytes: int | None
-    """Other tensors: activations and the user's own. None: not counted (a simulated device)."""
+    """Other tensors: activations and the user's own. None: not counted (a simulated device without a limit)."""
     cached_bytes: int | None
     """Kept by torch's caching allocator for reuse."""
     elsewhere_bytes: int | None
     """In use outside torch's allocator: the CUDA context, libraries, other processes."""
     total_bytes: int | None
     """Size of the device; a simulated one's limit."""
+    peak_bytes: int | None = None
+    """The most that region and tensors took at once, since the start or a reset (of ``torch.cuda.
+    reset_peak_memory_stats`` on a GPU, ``roundpipe.memory.reset_device_peaks`` on a simulated device)."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,33 @@ def _within(home: torch.Tensor, image: torch.Tensor) -> bool:
 
 def _device(worker: engines.Worker) -> DeviceMemory:
     region = worker.region.numel()
+    counted = worker.memory
+    if counted is not None:
+        tensors = counted.live_bytes - region
+        return DeviceMemory(worker.name, region, tensors, 0, 0, counted.limit_bytes, counted.peak_bytes)
     if worker.simulated:
-        return DeviceMemory(worker.name, region, None, None, None, worker.engine.spec.memory_limit_bytes)
+        return DeviceMemory(worker.name, region, None, None, None, None)
     allocated = torch.cuda.memory_allocated(worker.device)
     reserved = torch.cuda.memory_reserved(worker.device)
     free, total = torch.cuda.mem_get_info(worker.device)
     return DeviceMemory(
-        worker.name, region, allocated - region, reserved - allocated, max(0, total - free - reserved), total
+        worker.name,
+        region,
+        allocated - region,
+        reserved - allocated,
+        max(0, total - free - reserved),
+        total,
+        torch.cuda.max_memory_allocated(worker.device),
     )
+
+
+def reset_device_peaks() -> None:
+    """From now on ``peak_bytes`` of every device is the most since this call."""
+    for worker in engines.current().workers:
+        if worker.memory is not None:
+            worker.memory.reset_peak()
+        elif not worker.simulated:
+            torch.cuda.reset_peak_memory_stats(worker.device)
 
 
 def _resident_bytes() -> int:

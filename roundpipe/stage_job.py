@@ -25,6 +25,7 @@ from .buffers import LayerBuffers
 from .errors import RoundPipeError
 from .job_place import Place
 from .job_probe import JobProbe
+from .live_memory import counted
 from .loss_call import call_loss
 from .recompute import RecomputeScope
 from .units import Unit
@@ -102,7 +103,11 @@ class StageJob:
         worker.parameters.accumulated = self._accumulated
         try:
             call.check()
-            with torch.set_grad_enabled(call.keeps_graph), spans.span("job", self.title):
+            with (
+                counted(worker.memory),
+                torch.set_grad_enabled(call.keeps_graph),
+                spans.span("job", self.title),
+            ):
                 self._run(worker)
             self._release_all(worker)
             _ops.job_close(self.handle)
@@ -202,10 +207,11 @@ class StageJob:
                 call.outputs[m] = layer_call.detach_tree(live).stash(worker)
             del live, label_value
             grads = self._backward(worker, m, losses, [None] * len(losses), entry, range(split, stage.stop))
-            del losses
+            del losses, entry
             grads = self._backward_by_layer(worker, m, range(stage.start, split), grads)
             call.drop_boundary(m, stage.start)
             self._deliver(worker, m, stage.start, grads)
+            del grads  # on their way down; the next microbatch needs the room
         self._hand_over_rest()
 
     def _arriving(self, worker: Worker, m: int, block: bool) -> ArrivingGradients | None:
@@ -251,7 +257,9 @@ class StageJob:
     def _backward_by_layer(
         self, worker: Worker, m: int, layers: range, grads: list[torch.Tensor | None] | None
     ) -> list[torch.Tensor | None] | None:
-        """Recompute and backward one layer at a time; ``grads`` belong to the output of the last of ``layers``."""
+        """Recompute and backward one layer at a time; ``grads`` belong to the output of the last of ``layers``, and the
+        list is emptied: whoever called holds it, and the tensors in it are to go.
+        """
         call = self.call
         pending: PendingTree | None = None
         for layer in reversed(layers):
@@ -262,7 +270,8 @@ class StageJob:
                 live = self._call_layer(worker, m, layer, live, recomputing=True, saves_graph=True)
                 outs = layer_call.distinct_tensors(live)
                 del live
-                grads = self._backward(worker, m, outs, grads, entry, range(layer, layer + 1))
+                given, grads = grads, self._backward(worker, m, outs, grads, entry, range(layer, layer + 1))
+                given.clear()
                 del outs
             if layer != self.stage.start:
                 call.drop_boundary(m, layer)

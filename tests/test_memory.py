@@ -50,7 +50,7 @@ def test_every_byte_has_its_place() -> None:
     for device in report.devices:
         assert device.total_bytes == 64 << 20 and 2 * ONE <= device.region_bytes <= 64 << 20
     text = str(report)
-    assert "gradients" in text and "device host:1" in text and "not counted" in text
+    assert "gradients" in text and "device host:1" in text and "peak" in text
     del model, optimizer
     gc.collect()
     after = roundpipe.memory_report().host

@@ -52,6 +52,13 @@ std::unique_ptr<Backend> make_real_backend(const std::vector<std::int64_t>& devi
   return make_cuda_backend(ordinals);
 }
 
+// Sources of copies down are device memory that nobody can use. On a small device they must not become a good part of
+// it, however slow the copies are.
+std::size_t max_outstanding(std::size_t memory_limit_bytes) {
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+  return memory_limit_bytes == 0 ? kMost : std::clamp<std::size_t>(memory_limit_bytes / 64, 1, kMost);
+}
+
 // Two or three cores reach the memory's bandwidth, and several devices share it; the optimizer wants cores too.
 std::size_t fill_threads(std::size_t devices) {
   constexpr std::size_t kMost = 8;
@@ -87,7 +94,8 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
   // Activations fill their memory and empty it once an iteration.
   HostArenaOptions cyclic;
   cyclic.keep_peak = true;
-  store_ = std::make_unique<ActivationStore>(HostArena::make(backend_, cyclic), backend_->checker());
+  store_ = std::make_unique<ActivationStore>(HostArena::make(backend_, cyclic), backend_->checker(),
+                                             max_outstanding(memory_limit_bytes));
   std::vector<TransferEngine*> transfers;
   for (std::size_t i = 0; i < devices.size(); ++i) {
     auto room = std::make_unique<DeviceRoom>();
