@@ -230,7 +230,14 @@ def call_layer(
 
     with worker.compute_lock:
         attributes = noted.get(layer) if scope.recomputing else None
-        out, drew = call_hooked(facts, hooks, lambda: call_seeded(worker, facts, seed, ambient, run, seeds), undone)
+        try:
+            out, drew = call_hooked(facts, hooks, lambda: call_seeded(worker, facts, seed, ambient, run, seeds), undone)
+        except torch.OutOfMemoryError:
+            # The traceback's frames hold these closures, which would hold the tensors while the exception lives.
+            inputs.clear()
+            live.leaves.clear()
+            live.known.clear()
+            raise
         replica.push(attributes)
         if notes:
             noted[layer] = replica.attributes()

@@ -31,7 +31,11 @@ def call_loss(
 
     with worker.compute_lock, probe.loss(microbatch, last):
         hooks = layer_call.saved_tensors(facts, False, saved)
-        value, _ = layer_call.call_hooked(facts, hooks, run, lambda: True)
+        try:
+            value, _ = layer_call.call_hooked(facts, hooks, run, lambda: True)
+        except torch.OutOfMemoryError:
+            out = label = None  # the traceback's frames hold the closure, see call_layer
+            raise
     if isinstance(value, (list, tuple)) and not value:
         raise ConfigError("loss_fn returned no loss in its list; expected a one-element tensor, or several in a list.")
     losses = list(value) if isinstance(value, (list, tuple)) else [value]
