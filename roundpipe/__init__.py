@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from . import data_plane, optim
 from .activation_offload import offload_activations
+from .checkpoint import load, save
 from .devices import devices, use_devices
 from .grad_scaler import GradScaler
 from .memory import memory_report
@@ -33,9 +34,11 @@ __all__ = [
     "devices",
     "doing_recompute",
     "get_recompute_data",
+    "load",
     "memory_report",
     "offload_activations",
     "optim",
+    "save",
     "save_for_recompute",
     "trace",
     "use_devices",

@@ -73,6 +73,7 @@ class AnnouncedStep(OptimizerTask):
         assert self.window is not None
         touched = tuple(sorted(self.window.touched(unit)))
         if touched:
+            unit.wait_saved()
             update = find_update(self.memory, unit, image, touched, is_async=False)
             number = update.submit(self.engine.handle, tickets, self._numbers, factor=1.0)
             self._updating.append((unit, number))

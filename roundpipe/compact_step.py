@@ -134,6 +134,7 @@ class CompactStep(OptimizerTask, Shadows):
             unit = units[key]
             if self._copies and self._copies[-1][0] is unit:
                 positions = shadowed[key][1] if key in shadowed else set()
+                unit.wait_saved()
                 sources, targets = self._pairs(unit, positions)
                 number = _ops.update_convert(handle, self._copies[-1][1], sources, targets, [0] * len(targets))
                 self._copies.pop()
@@ -194,6 +195,7 @@ class CompactStep(OptimizerTask, Shadows):
             unit, image, tickets = self._updates[-1]
             touched = tuple(sorted(self.window.touched(unit))) if factor is not None else ()
             if factor is not None and touched:
+                unit.wait_saved()
                 update = find_update(self.memory, unit, image, touched, self.is_async)
                 number = update.submit(self.engine.handle, tickets, self._numbers, factor)
                 if self.is_async:

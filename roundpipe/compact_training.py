@@ -39,6 +39,15 @@ class CompactTraining:
         return memory is not None and memory.measures
 
     @property
+    def pending(self) -> tuple[CompactMemory, Shadows] | None:
+        """Where the newest weights are, if an asynchronous step left them beside the host's."""
+        return self._pending
+
+    def leave_pending(self, memory: CompactMemory, shadowed: Shadowed) -> None:
+        """As if an asynchronous step had just written these shadows. Nothing else is pending."""
+        self._pending = memory, Shadows(shadowed)
+
+    @property
     def has_pending(self) -> bool:
         return self._pending is not None
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
     "ConfigError",
     "ConfigTypeError",
     "DeviceOutOfMemory",
@@ -126,6 +128,14 @@ class PlanError(ConfigError):
 
 class SplitError(RoundPipeError, ValueError):
     """A batch could not be split into microbatches, or outputs could not be merged."""
+
+
+class CheckpointError(RoundPipeError):
+    """A checkpoint could not be written or read; what the system said is chained."""
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint does not belong to the model, optimizer, scaler or scheduler it is to be loaded into."""
 
 
 class DeviceOutOfMemory(RoundPipeError, torch.OutOfMemoryError):

@@ -393,6 +393,23 @@ class GradScaler:
         self._newest = _Numbers(scale, int(state_dict["_growth_tracker"]))
         self._effective = self._step_scale = scale
 
+    def views(self) -> tuple[float, float]:
+        """What ``scale`` and steps use now, which after an asynchronous update is older than the newest scale.
+
+        Raises ConfigError between a step and its update.
+        """
+        if not self._enabled:
+            return 1.0, 1.0
+        self._bring_up_to_date(True)
+        if self._optimizers:
+            raise ConfigError("GradScaler: it is saved between a step and its update; call scaler.update() first")
+        return self._effective, self._step_scale
+
+    def set_views(self, views: tuple[float, float]) -> None:
+        """After ``load_state_dict``: goes on as the scaler did whose :meth:`views` these are."""
+        if self._enabled:
+            self._effective, self._step_scale = map(float, views)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"enabled": self._enabled, "state": self.state_dict()}
 

@@ -325,6 +325,7 @@ class RoundPipe(nn.Module):
         del assign
         check_state_dict(state_dict)
         self.synchronize()
+        self._state.wait_saved()
         target = self._naming_model()
         own = target.state_dict().keys()
         if not own & state_dict.keys() and any(key.startswith("model.") for key in state_dict):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -11,6 +13,9 @@ from torch import nn
 from . import _ops, finite_checks
 from .engine import Engine
 from .units import TensorLayout, Unit
+
+if TYPE_CHECKING:
+    from .checkpoint.job import Hold
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,6 +57,7 @@ class OptimizerParameters:
         self._units = units
         self.dtype = dtype
         self._made: dict[int, OptimizerParameter] = {}
+        self.hold: Hold | None = None  # a save that has yet to write these and the state of their optimizer
 
     def __bool__(self) -> bool:
         return bool(self._made)
@@ -78,6 +84,17 @@ class OptimizerParameters:
     def get(self, host: nn.Parameter) -> nn.Parameter | None:
         entry = self._made.get(id(host))
         return None if entry is None else entry.parameter
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """(the host's, the optimizer's) parameter."""
+        for entry in self._made.values():
+            yield entry.host, entry.parameter
+
+    def wait_saved(self) -> None:
+        """Before a step function may overwrite what a checkpoint holds of it; see Note [Snapshots]."""
+        if self.hold is not None:
+            self.hold.wait()
+            self.hold = None
 
     def differs(self, host: nn.Parameter) -> bool:
         """Whether the host weight is another value than what was published from the optimizer's copy."""

@@ -172,7 +172,10 @@ class StepTask(OptimizerTask):
         self.function = None
 
     def _publish(self, tickets: list[tuple[Unit, int]]) -> None:
-        conversions = [self.parameters.publish(self.engine, unit, ticket) for unit, ticket in tickets]
+        conversions = []
+        for unit, ticket in tickets:
+            unit.wait_saved()
+            conversions.append(self.parameters.publish(self.engine, unit, ticket))
         for conversion in conversions:
             conversion.wait()
 
@@ -195,6 +198,7 @@ class StepTask(OptimizerTask):
         taken.clear()
         if self.function is None:
             return
+        self.parameters.wait_saved()
         try:
             with spans.span("update", "step function"):
                 self.function()

@@ -53,8 +53,11 @@ class _Owners:
         Raises:
             ConfigError: some of them belong to a living wrapper, which has others too or not all of them.
         """
+        from .checkpoint.job import wait_for_saves_of
+
         named = dict(parameters)
         mine = {id(parameter) for parameter in named.values()}
+        wait_for_saves_of(mine)  # of a wrapper that may be gone
         before: dict[int, Owner] = {}
         with self._lock:
             for name, parameter in named.items():

@@ -35,6 +35,8 @@ from .units import Unit, build_units
 from .window import Window
 
 if TYPE_CHECKING:
+    from .checkpoint.job import SaveHandle
+    from .compact_step import Shadowed
     from .grad_scaler import GradScaler
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
@@ -68,6 +70,7 @@ class TrainingState:
         self._unpublished = False
         self.generation = 0  # counts what changes the weights that a call sees
         self._grads_shown = False
+        self.saving: SaveHandle | None = None  # the newest checkpoint, written or not
         self.whole_call = False  # the model's own forward runs, and has prepared
         self.host_read: set[int] = set()  # units that the caller computes with himself, by key
         self._versions: dict[int, int] = {}
@@ -98,6 +101,7 @@ class TrainingState:
 
     def close(self) -> None:
         """Lets go of the weights: nothing runs any more, and nothing will."""
+        self.wait_saved()
         _living.discard(self)
         self._finalizer()
 
@@ -205,6 +209,7 @@ class TrainingState:
         if not edited:
             return
         self.drain()
+        self.wait_saved()
         self.generation += 1
         for unit in self.units:
             unit.bring_home()
@@ -361,6 +366,35 @@ class TrainingState:
                 self.generation += 1
                 self._submit(self.compact.publish(self._engine(), self.units))
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Blocks until nothing is under way, a save neither; publishes nothing. Raises what failed meanwhile."""
+        self.raise_failures()
+        self.drain()
+        self.wait_saved()
+        self.raise_failures()
+        self.adopt_edits()
+        self._forget_ended()
+
+    def wait_saved(self) -> None:
+        """Blocks until a save has read everything; does not raise for it."""
+        if self.saving is not None:
+            self.saving.wait_quietly()
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether the optimizer's parameters are newer than the host weights."""
+        return self._unpublished
+
+    def leave_pending(self, memory: CompactMemory | None, restored: Shadowed) -> None:
+        """After a checkpoint was loaded: newer weights stand in the shadows of ``memory``, or in the optimizer's
+        parameters, as an asynchronous step leaves them."""
+        self.generation += 1
+        if memory is not None:
+            self.compact.leave_pending(memory, restored)
+        else:
+            self._unpublished = True
+
     # -- waiting and failing -------------------------------------------------------------------------------------
     def began(self, call: Call) -> None:
         self._calls.append(call)
@@ -415,6 +449,8 @@ class TrainingState:
 
     def raise_failures(self) -> None:
         """Raises the first failure that nobody was told of, after everything under way has ended and was undone."""
+        if self.saving is not None:
+            self.saving.raise_untold()
         if not any(c.error for c in self._calls) and not any(t.error or t.cancelled for t in self._tasks):
             return
         self.drain()

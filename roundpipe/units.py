@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from torch import nn
 from . import _ops
 from .errors import ConfigError
 from .host_placement import Placement, flat_home, is_dense
+
+if TYPE_CHECKING:
+    from .checkpoint.job import Hold
 
 ALIGNMENT_BYTES = 256
 
@@ -104,6 +108,7 @@ class Unit:
             self.homes[i] = place.flat(self.image)
         self._index = {id(p): i for i, p in enumerate(self.parameters)}
         self.handle = 0
+        self.hold: Hold | None = None  # a save that has yet to write the weights and what an optimizer keeps for them
         self._images: list[torch.Tensor] = []
         self.layout_gradients()
 
@@ -155,6 +160,12 @@ class Unit:
                 _ops.wait(_ops.ticket_wait, ticket)
             finally:
                 _ops.ticket_finish(ticket, False)
+
+    def wait_saved(self) -> None:
+        """Before anything that a checkpoint holds of the unit is overwritten; see Note [Snapshots]."""
+        if self.hold is not None:
+            self.hold.wait()
+            self.hold = None
 
     def close(self) -> None:
         if self.handle:

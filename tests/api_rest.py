@@ -272,6 +272,22 @@ def offload_activations_keeps_the_gradients() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+@row
+def a_checkpoint_brings_everything_back() -> None:
+    """save(model, optimizer, scaler, directory) gives a handle with wait() and done(); load continues from it."""
+    with tempfile.TemporaryDirectory() as directory:
+        first, second = RoundPipe(net()), RoundPipe(net(1))
+        optimizers = [sgd(first), sgd(second)]
+        first.forward_backward((X,), loss_fn=square_sum)
+        first.step(optimizers[0].step, is_async=False)
+        handle = roundpipe.save(first, optimizers[0], None, f"{directory}/a", metadata=[1])
+        handle.wait()
+        assert handle.done()
+        assert roundpipe.load(second, optimizers[1], None, f"{directory}/a") == [1]
+        assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+
+
 # -- devices ----------------------------------------------------------------------------------------------------------
 @row
 def devices_are_chosen_by_name() -> None:
@@ -327,6 +343,8 @@ def kinds_of_errors() -> None:
         "PlanError": (ValueError,),
         "SplitError": (ValueError,),
         "ConfigError": (ValueError,),
+        "CheckpointError": (),
+        "CheckpointMismatch": (errors.CheckpointError, ValueError),
         "DeviceOutOfMemory": (torch.OutOfMemoryError,),
         "HostOutOfMemory": (MemoryError, RuntimeError),
     }

@@ -93,6 +93,18 @@ def case(name: str, kind: Any, said: str, call: Callable[[World], Any]) -> None:
     CASES.append(Case(name, call, kind, said))
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+_SAVED = "/proc/there is no such directory"
+case("save_plain_model", TypeError, "wrapped model", lambda w: roundpipe.save(w.plain, None, None, _SAVED))
+case("save_plain_optimizer", ValueError, "OptimizerCtx",
+     lambda w: roundpipe.save(w.model, w.plain_optimizer, None, _SAVED))  # fmt: skip
+case("save_state_dict", ValueError, "torch.optim.Optimizer", lambda w: roundpipe.save(w.model, {}, None, _SAVED))
+case("save_metadata", ValueError, "metadata", lambda w: roundpipe.save(w.model, None, None, _SAVED, metadata=w))
+case("save_nowhere", RoundPipeError, "cannot be written", lambda w: roundpipe.save(w.model, None, None, _SAVED))
+case("load_nothing", RoundPipeError, "no checkpoint", lambda w: roundpipe.load(w.model, w.optimizer, None, _SAVED))
+case("load_scheduler", ValueError, "state_dict", lambda w: roundpipe.load(w.model, None, None, _SAVED, scheduler=3))
+
+
 # -- wrapping ---------------------------------------------------------------------------------------------------------
 def _aliased() -> nn.Module:
     layer = nn.Linear(4, 4)

@@ -119,6 +119,32 @@ SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (roundpipe.doing_recompute, {}),
     (roundpipe.get_recompute_data, {}),
     (roundpipe.OptimizerCtx, {}),
+    (
+        roundpipe.save,
+        {
+            "model": NOTHING,
+            "optimizer": NOTHING,
+            "scaler": NOTHING,
+            "directory": NOTHING,
+            "scheduler": None,
+            "metadata": None,
+            "rng_state": True,
+            "trainable_only": False,
+            "overwrite": False,
+            "max_shard_bytes": 5_000_000_000,
+        },
+    ),
+    (
+        roundpipe.load,
+        {
+            "model": NOTHING,
+            "optimizer": NOTHING,
+            "scaler": NOTHING,
+            "directory": NOTHING,
+            "scheduler": None,
+            "rng_state": None,
+        },
+    ),
     (roundpipe.devices, {}),
     (roundpipe.use_devices, {"spec": NOTHING}),
     (

@@ -20,6 +20,8 @@ SAMPLES = [
     errors.ConfigTypeError("type"),
     errors.PlanError("plan"),
     errors.SplitError("split"),
+    errors.CheckpointError("disk"),
+    errors.CheckpointMismatch("names"),
     errors.DeviceOutOfMemory("asked 3 GiB", asked_bytes=3 << 30, **PLACE),
     errors.HostOutOfMemory("asked 3 GiB", asked_bytes=3 << 30),
 ]
@@ -54,6 +56,8 @@ def test_copy_keeps_the_cause():
         (errors.ConfigTypeError, (errors.ConfigError, ValueError, TypeError)),
         (errors.PlanError, (errors.RoundPipeError, ValueError)),
         (errors.SplitError, (errors.RoundPipeError, ValueError)),
+        (errors.CheckpointError, (errors.RoundPipeError,)),
+        (errors.CheckpointMismatch, (errors.CheckpointError, ValueError)),
         (errors.DeviceOutOfMemory, (errors.RoundPipeError, torch.OutOfMemoryError)),
         (errors.HostOutOfMemory, (errors.RoundPipeError, MemoryError, RuntimeError)),
     ],

@@ -212,6 +212,7 @@ class CompactOptimizer(HostOptimizer):
         from .compact_load import load_state
 
         self._model.synchronize()
+        self._model._state.wait_saved()
         self.ensure_state(lambda: None)
         load_state(self, state_dict)
 

@@ -20,6 +20,22 @@ _CHOICES = ("params", "param_names", "foreach", "fused", "capturable", "differen
 
 def load_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Checks everything, then copies. No step is under way."""
+    pairs = check_state(optimizer, state_dict)
+    own, given = optimizer.param_groups, state_dict["param_groups"]
+    for group, saved in zip(own, given, strict=True):
+        group.update({name: value for name, value in saved.items() if name in group and name not in _CHOICES})
+    optimizer.ensure_state(lambda: None)  # options decide which moments are kept
+    loaded = {id(slot) for slot, _ in pairs}
+    with torch.no_grad():
+        for slot, values in pairs:
+            _load(optimizer, slot, values)
+        for slot in optimizer._memory.slots.values():
+            if id(slot) not in loaded and slot.index >= 0:
+                _clear(optimizer, slot)
+
+
+def check_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> list[tuple[Slot, Mapping[str, Any]]]:
+    """The parameters' places with what belongs there. Raises ConfigError when groups or shapes do not fit."""
     own, given = optimizer.param_groups, state_dict["param_groups"]
     if len(own) != len(given):
         raise ConfigError(f"the loaded state dict has {len(given)} parameter groups, the optimizer {len(own)}")
@@ -36,16 +52,7 @@ def load_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> No
                 slot = optimizer.slot(parameter)
                 _check(slot, values)
                 pairs.append((slot, values))
-    for group, saved in zip(own, given, strict=True):
-        group.update({name: value for name, value in saved.items() if name in group and name not in _CHOICES})
-    optimizer.ensure_state(lambda: None)  # options decide which moments are kept
-    loaded = {id(slot) for slot, _ in pairs}
-    with torch.no_grad():
-        for slot, values in pairs:
-            _load(optimizer, slot, values)
-        for slot in optimizer._memory.slots.values():
-            if id(slot) not in loaded and slot.index >= 0:
-                _clear(optimizer, slot)
+    return pairs
 
 
 def _check(slot: Slot, values: Mapping[str, Any]) -> None:

@@ -1,0 +1,86 @@
+"""``checkpoint.json``: what a directory must hold to be a whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import disk
+from .tensor_file import FileLayout, TensorFile, TensorFiles
+
+MANIFEST_NAME = "checkpoint.json"
+INDEX_NAME = "model.safetensors.index.json"  # as transformers names it
+_FORMAT = 1
+
+
+def manifest(layouts: Mapping[str, Sequence[FileLayout]], others: Mapping[str, bytes], trainable_only: bool) -> bytes:
+    from .. import __version__
+
+    return _json(
+        {
+            "format": _FORMAT,
+            "roundpipe": __version__,
+            "trainable_only": trainable_only,
+            "files": {kind: [layout.name for layout in made] for kind, made in layouts.items()},
+            "bytes": {name: len(data) for name, data in others.items()},
+        }
+    )
+
+
+def index(layouts: Sequence[FileLayout]) -> bytes:
+    """Which file holds which weight, for the loading of transformers."""
+    size = sum(layout.size_bytes - len(layout.header) for layout in layouts)
+    return _json(
+        {
+            "metadata": {"total_size": size},
+            "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},
+        }
+    )
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+@dataclass
+class Contents:
+    """A checkpoint whose files are all there, with good headers and of the right sizes."""
+
+    trainable_only: bool
+    kinds: dict[str, TensorFiles]
+
+
+def open_checkpoint(directory: Path) -> Contents:
+    """Raises CheckpointError when the directory is no checkpoint, or something of it is missing or damaged."""
+    path = directory / MANIFEST_NAME
+    try:
+        found = json.loads(path.read_bytes())
+        files, sizes = found["files"], found["bytes"]
+        version, trainable_only = found["format"], bool(found["trainable_only"])
+    except FileNotFoundError as error:
+        previous = disk.previous_of(directory)
+        kept = f" The checkpoint from before an interrupted save is whole in {previous}." if previous.exists() else ""
+        raise CheckpointError(
+            f"{directory} is no checkpoint of roundpipe.save: it has no {MANIFEST_NAME}.{kept} Weights alone are "
+            "loaded by model.load_state_dict, or by from_pretrained before wrapping."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+    if version != _FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {version}, this version of roundpipe reads {_FORMAT}; install a newer"
+        )
+    for name, size in sizes.items():
+        present = (directory / name).stat().st_size if (directory / name).exists() else None
+        if present != size:
+            state = "missing" if present is None else f"cut off or changed: {present} bytes, expected {size}"
+            raise CheckpointError(f"{directory / name} is {state}, so the checkpoint is incomplete")
+    return Contents(
+        trainable_only, {kind: TensorFiles([TensorFile(directory / n) for n in made]) for kind, made in files.items()}
+    )
