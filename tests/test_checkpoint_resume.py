@@ -1,0 +1,145 @@
+"""A run that was saved and resumed is, bit for bit, the run that was neither; and saving changes nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import roundpipe
+
+from .checkpoint_runs import Run, assert_same
+
+BEFORE, AFTER = 3, 3
+
+
+def three_ways(tmp_path: Path, devices: tuple[str, str], how: str, mode: str, **options: Any) -> None:
+    roundpipe.use_devices(devices[0])
+    plain = Run(how, mode, **options)
+    torch.manual_seed(11)
+    want = plain.train(BEFORE + AFTER).bits()
+    interrupted = Run(how, mode, **options)
+    torch.manual_seed(11)
+    handle = interrupted.train(BEFORE).save(tmp_path / "at 3")
+    assert_same(interrupted.train(AFTER).bits(), want)  # while it is being written
+    handle.wait()
+    roundpipe.use_devices(devices[1])
+    other = Run(how, mode, **options, seed=5)
+    torch.manual_seed(12)
+    other.train(2)  # what is loaded finds something to overwrite
+    other.losses.clear()
+    assert_same(other.load(tmp_path / "at 3").train(AFTER).bits(), want)
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        ("split", "exact"),
+        ("split", "async"),
+        ("split", "mixed"),
+        ("split", "announced"),
+        ("float32", "async"),
+        ("bfloat16 moments", "exact"),
+        ("int8 moments", "mixed"),
+    ],
+)
+def test_compact(tmp_path: Path, how: str, mode: str) -> None:
+    three_ways(tmp_path, ("host:2", "host:1"), how, mode)
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"), [("adamw", "exact"), ("adamw", "async"), ("sgd", "async"), ("sgd", "mixed"), ("lists", "exact")]
+)
+def test_step_function(tmp_path: Path, how: str, mode: str) -> None:
+    three_ways(tmp_path, ("host:1", "host:3"), how, mode)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "mode"),
+    [
+        ("split", torch.bfloat16, "async"),
+        ("float32", torch.float16, "exact"),
+        ("adamw", torch.float16, "exact"),
+        ("adamw", torch.float16, "async"),
+    ],
+)
+def test_with_a_loss_scale(tmp_path: Path, how: str, dtype: torch.dtype, mode: str) -> None:
+    """Step 4, after the checkpoint, overflows; before it the scale has grown."""
+    three_ways(tmp_path, ("host:2", "host:3"), how, mode, dtype=dtype, scaled=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "pin_model"), [("split", "async", "register"), ("split", "exact", "off"), ("sgd", "async", "off")]
+)
+def test_weights_that_stay_in_place(tmp_path: Path, how: str, mode: str, pin_model: str) -> None:
+    three_ways(tmp_path, ("host:2", "host:2"), how, mode, dtype=torch.float32, pin_model=pin_model)
+
+
+def test_again_and_again(tmp_path: Path) -> None:
+    """From a checkpoint of a resumed run, in both directions between modes, replacing the one before."""
+    roundpipe.use_devices("host:2")
+    plain = Run("split", "mixed")
+    torch.manual_seed(1)
+    want = plain.train(6).bits()
+    run = Run("split", "mixed")
+    torch.manual_seed(1)
+    for number in range(6):
+        handle = run.train(1).save(tmp_path / "last", overwrite=True)
+        if number % 2:
+            handle.wait()
+            run = Run("split", "mixed", seed=number)
+            torch.manual_seed(99)
+            run.load(tmp_path / "last")
+    assert_same(run.bits(), want)
+    run.save(tmp_path / "last", overwrite=True).wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last"]
+
+
+def test_random_numbers(tmp_path: Path) -> None:
+    roundpipe.use_devices("host:2")
+
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), np.random.normal()
+
+    run = Run("split", "exact").train(1)
+    np.random.normal()  # numpy keeps the second of a pair
+    run.save(tmp_path / "with").wait()
+    want = draw()
+    run.load(tmp_path / "with")
+    assert draw() == want
+    roundpipe.load(run.model, None, None, tmp_path / "with")  # weights alone leave them
+    assert draw() != want
+    roundpipe.load(run.model, None, None, tmp_path / "with", rng_state=True)
+    assert draw() == want
+    run.save(tmp_path / "without", rng_state=False).wait()
+    run.load(tmp_path / "without")
+    assert draw() != want
+    with pytest.raises(roundpipe.errors.CheckpointMismatch, match="rng_state"):
+        roundpipe.load(run.model, None, None, tmp_path / "without", rng_state=True)
+
+
+def test_weights_alone_are_the_newest(tmp_path: Path) -> None:
+    """With no optimizer there is no step to leave anything to, also where the saved one was asynchronous."""
+    roundpipe.use_devices("host:2")
+    for how in ("split", "adamw"):
+        run = Run(how, "async").train(3)
+        run.save(tmp_path / how).wait()
+        want = {name: value.clone() for name, value in run.model.state_dict().items()}
+        other = Run(how, "async", seed=4)
+        roundpipe.load(other.model, None, None, tmp_path / how)
+        raw = other.model._modules["model"].state_dict()
+        assert all(torch.equal(raw[name], value) for name, value in want.items())
+        other.train(1)
+        again = Run(how, "async", seed=4)  # a loaded weight is not reverted by the master from before
+        roundpipe.load(again.model, None, None, tmp_path / how)
+        for group in again.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+        again.scheduler = torch.optim.lr_scheduler.LambdaLR(again.optimizer, lambda n: 0.0)
+        again.train(2)
+        now = again.model.state_dict()
+        trained = dict(again.model._naming_model().named_parameters())
+        assert all(torch.equal(now[name], want[name]) for name in trained)
