@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import os
 import sys
 import time
 from dataclasses import replace
@@ -19,7 +18,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from finetune_options import SIZES, Size, UsageError, parse_arguments, parse_plan
+from command_line import UsageError, choose_devices, choose_pieces, run_main
+from finetune_options import SIZES, Size, parse_arguments, parse_plan
 from stdlib_corpus import read_corpus, to_rows, train_tokenizer, unigram_loss
 from tqdm import tqdm
 
@@ -159,24 +159,13 @@ def sample(model: transformers.PreTrainedModel, tokenizer, prompt: str = "    de
 
 def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    try:
-        # Without a GPU the demo runs on a simulated device; said here, it needs no warning.
-        simulated = not torch.cuda.is_available() and "ROUNDPIPE_DEVICES" not in os.environ
-        if wanted := args.devices or ("host:1" if simulated else None):
-            roundpipe.use_devices(wanted)
-        devices = roundpipe.devices()
-    except ValueError as error:
-        raise UsageError(f"--devices {args.devices}: {' '.join(str(error).split())}") from error
+    devices = choose_devices(args.devices)
     if args.output.exists() and not args.output.is_dir():
         raise UsageError(f"--output {args.output}: is a file, expected a directory")
     size_name = args.size or ("small" if _on_gpu() else "tiny")
     chosen = {name: getattr(args, name) for name in ("seq", "batch", "steps", "lr") if getattr(args, name) is not None}
     size = replace(SIZES[size_name], **chosen)
-    pieces = args.microbatches or min(size.batch, len(devices) + 1)
-    if pieces > size.batch:
-        raise UsageError(f"--microbatches {pieces}: a batch has only {size.batch} rows (--batch)")
-    if size.batch % pieces:
-        raise UsageError(f"--microbatches {pieces}: does not divide the {size.batch} rows of a batch (--batch)")
+    pieces = choose_pieces(args.microbatches, size.batch)
     plan = parse_plan(args.plan, size.layers + 2)
 
     corpus = read_corpus(size.corpus_bytes)
@@ -205,13 +194,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        transformers.utils.logging.disable_progress_bar()
-        run(parse_arguments(argv, __doc__.splitlines()[0]))
-    except UsageError as error:
-        print(f"finetune.py: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    transformers.utils.logging.disable_progress_bar()
+    return run_main("finetune.py", lambda: run(parse_arguments(argv, __doc__.splitlines()[0])))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from command_line import Parser, UsageError, count, positive
+
 from roundpipe import ModelExecutePlan
-
-
-class UsageError(Exception):
-    """A wrong option: reported in one line."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,14 @@ SIZES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        # argparse prints its usage before an error; one line is easier to find.
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
-    parser = _Parser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--size", choices=SIZES, help="model size (default: small with a GPU, else tiny)")
-    parser.add_argument("--seq", type=_count, help="tokens a row")
-    parser.add_argument("--batch", type=_count, help="rows an iteration")
-    parser.add_argument("--steps", type=_count, help="iterations")
-    parser.add_argument("--lr", type=_positive, help="peak learning rate")
-    parser.add_argument("--microbatches", type=_count, help="pieces of a batch (default: devices + 1)")
+    parser.add_argument("--seq", type=count, help="tokens a row")
+    parser.add_argument("--batch", type=count, help="rows an iteration")
+    parser.add_argument("--steps", type=count, help="iterations")
+    parser.add_argument("--lr", type=positive, help="peak learning rate")
+    parser.add_argument("--microbatches", type=count, help="pieces of a batch (default: up to devices + 1)")
     parser.add_argument("--grain", choices=("stage", "layer"), default="stage", help="recompute grain")
     parser.add_argument(
         "--plan", default="auto", help='auto, or "FORWARD|BACKWARD" stages, the fused one first: "0-1,2|3-5,1-2,0"'
@@ -64,22 +55,6 @@ def parse_arguments(argv: list[str] | None, description: str) -> argparse.Namesp
     mode.add_argument("--exact", dest="is_async", action="store_false", help="results as in plain PyTorch")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune"), help="directory of the checkpoint")
     return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return value
 
 
 def parse_plan(text: str, num_layers: int) -> ModelExecutePlan | None:

@@ -108,6 +108,86 @@ def test_wrong_options_are_explained(options, message, examples_path, capsys):
     assert written.err.count("\n") == 1
 
 
+@pytest.fixture
+def default_devices():
+    import roundpipe
+
+    yield
+    roundpipe.use_devices(None)
+
+
+def losses(text: str) -> tuple[float, float]:
+    found = re.search(r"held-out loss after: ([\d.]+) +\(before: ([\d.]+)\)", text)
+    assert found, text
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.timeout(300)
+def test_adapters_on_mapped_files(examples_path, default_devices, capsys, tmp_path):
+    import lora_mmap
+
+    peft = pytest.importorskip("peft")
+    options = "--devices host:2 --steps 8 --seq 32 --batch 4 --rank 4 --lr 1e-2 --output"
+    assert lora_mmap.main([*options.split(), str(tmp_path)]) == 0
+    written = capsys.readouterr().out
+    found = re.search(r"frozen: ([\d.]+) MB, of which ([\d.]+) MB mapped from", written)
+    assert found and float(found[1]) == float(found[2]) > 1
+    after, before = losses(written)
+    assert after < before
+    assert "loaded again by PEFT" in written
+    assert peft.PeftConfig.from_pretrained(tmp_path).r == 4
+    # The base itself can be given, as any model's folder.
+    base, second = str(tmp_path / "base"), str(tmp_path / "second")
+    assert lora_mmap.main([*options.split(), second, "--steps", "1", "--model", base]) == 0
+
+
+@pytest.mark.timeout(300)
+def test_the_trainers_example_trains_and_goes_on(examples_path, default_devices, capsys, tmp_path):
+    import trainer
+    import transformers
+
+    options = ["--devices", "host:2", "--seq", "32", "--batch", "4", "--accumulate", "2", "--output"]
+    assert trainer.main([*options, str(tmp_path), "--steps", "6"]) == 0
+    after, before = losses(capsys.readouterr().out)
+    assert after < before
+    assert trainer.main([*options, str(tmp_path), "--steps", "8", "--resume"]) == 0
+    assert "8 steps in all" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sum(p.numel() for p in model.parameters()) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("trainer", ["--optimizer", "sgd"], "--optimizer: invalid choice: 'sgd'"),
+        ("trainer", ["--steps", "-3"], "--steps: expected a whole number of at least 1"),
+        ("trainer", ["--resume", "--output", "/nonexistent"], "--resume: there is no checkpoint in /nonexistent"),
+        ("trainer", ["--devices", "gpu"], "--devices gpu"),
+        ("trainer", ["--microbatches", "5", "--devices", "host:1"], "--microbatches 5: does not divide the 8 rows"),
+        ("lora_mmap", ["--rank", "0"], "--rank: expected a whole number of at least 1"),
+        ("lora_mmap", ["--model", "/nonexistent"], "--model /nonexistent: is no directory"),
+        ("lora_mmap", ["--model", str(ROOT / "docs"), "--devices", "host:1"], "--model"),
+        ("lora_mmap", ["--output", __file__], "is a file, expected a directory"),
+    ],
+)
+def test_wrong_options_of_the_other_examples(name, options, message, examples_path, default_devices, capsys):
+    assert __import__(name).main(options) == 2
+    written = capsys.readouterr()
+    assert written.err.startswith(f"{name}.py: error: ") and message in written.err
+    assert written.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["finetune", "trainer", "lora_mmap", "digits"])
+def test_help_shows_how_to_run_it(name, examples_path, capsys):
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    with pytest.raises(SystemExit) as ended:
+        __import__(name).main(["--help"])
+    assert ended.value.code == 0
+    written = capsys.readouterr().out
+    assert "--devices" in written and "default" in written
+
+
 @pytest.mark.parametrize(
     "name",
     ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "offload", "scaling", "step_time", "workers"],

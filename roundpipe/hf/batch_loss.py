@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class BatchLoss:
     ) -> None:
         self._custom = custom
         self._smoother = smoother
+        # Older versions smooth to the mean over the microbatch, whatever the count.
+        self._smoother_counts = smoother is not None and "num_items_in_batch" in signature(smoother).parameters
         self._count = num_items_in_batch
         self._aux_coefficient = aux_coefficient
         labels = inputs.get("labels")
@@ -42,7 +45,8 @@ class BatchLoss:
         counted = num_items_in_batch is not None
         if accepts_count and counted:
             inputs["num_items_in_batch"] = num_items_in_batch
-        self._is_sum = (accepts_count and counted and not outside) or (outside and counted)
+        counts_outside = custom is not None or self._smoother_counts
+        self._is_sum = counted and (counts_outside if outside else accepts_count)
         self.is_share_of_window = (accepts_count and counted) or custom is not None
         self._inputs = inputs
         self.rows = next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim()), 1)
@@ -63,8 +67,8 @@ class BatchLoss:
             count = self._on_device(output)
             return self._weighted(self._custom(output, label["labels"], num_items_in_batch=count), label)
         if self._outside and self._smoother is not None:
-            count = self._on_device(output)
-            loss = self._smoother(output, label["labels"], shift_labels=True, num_items_in_batch=count)
+            count = {"num_items_in_batch": self._on_device(output)} if self._smoother_counts else {}
+            loss = self._smoother(output, label["labels"], shift_labels=True, **count)
             return self._weighted(loss, label)
         loss = output["loss"] if isinstance(output, dict) else output[0]
         aux = output.get("aux_loss") if isinstance(output, dict) else None

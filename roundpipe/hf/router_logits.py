@@ -24,7 +24,10 @@ def can_collect(trunk: nn.Module) -> bool:
         from transformers.utils import output_capturing as capturing
     except ImportError:
         return False
-    if _KEY not in capturing._CAN_RECORD_REGISTRY.get(trunk):
+    registry = capturing._CAN_RECORD_REGISTRY
+    # At first a dictionary by the name of the class.
+    recorded = registry.get(str(type(trunk))) if isinstance(registry, dict) else registry.get(trunk)
+    if _KEY not in (recorded or {}):
         return False
     capturing.maybe_install_capturing_hooks(trunk)
     return True

@@ -19,6 +19,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.hf.batch_loss import BatchLoss
 from roundpipe.hf.layers import PrefixLayer
+from roundpipe.hf.mixin import check_mixin, without_foreign_forward
 from roundpipe.hf.streamed_optimizer import StreamedOptimizer, compact_optimizer, is_compact_class
 from roundpipe.optim.compact import CompactOptimizer
 from roundpipe.roundpipe import AutoRoundPipe
@@ -68,6 +69,7 @@ class RoundPipeTrainer(transformers.Trainer):
         self._scaler: Any = None
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
         _refuse(args)
+        check_mixin(type(self), RoundPipeTrainer, args)
         if isinstance(model, RoundPipe):
             if roundpipe_kwargs or run_config:
                 raise ConfigError(
@@ -91,6 +93,7 @@ class RoundPipeTrainer(transformers.Trainer):
     def streamed(self) -> RoundPipe:
         """The wrapper around `self.model`, which `model_init` may have replaced."""
         if self._wrapper is None or self._wrapper._naming_model() is not self.model:
+            without_foreign_forward(self.model)
             if any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules()):
                 self.model.gradient_checkpointing_disable()
             self._wrapper = wrap_model_to_roundpipe(
@@ -144,6 +147,12 @@ class RoundPipeTrainer(transformers.Trainer):
         finally:
             self._inside_call = False
             generator.set_state(state)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; afterwards the weights of `self.model` are the newest."""
+        output = super().train(*args, **kwargs)
+        self.streamed.synchronize()
+        return output
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
