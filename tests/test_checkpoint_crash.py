@@ -40,7 +40,8 @@ def write(value):
     others = {INDEX_NAME: index(layouts["model"])}
     others[MANIFEST_NAME] = manifest(layouts, others, False)
     handle = SaveHandle(TARGET)
-    SaveJob(handle, saving._make_beside(TARGET, 1), True, groups, layouts, others, lambda: None).run()
+    beside, lock = saving._make_beside(TARGET, 1)
+    SaveJob(handle, beside, True, groups, layouts, others, lambda: None, lock).run()
     handle.wait()
 
 def read(directory):

@@ -319,3 +319,43 @@ def test_another_format_keeps_what_it_can(tmp_path: Path, saved: Any, loaded: An
         bound = 0.05 * float(expected.abs().max()) if coarse and "int8" not in str(saved) else 0.0
         assert float((value - expected).abs().max()) <= bound, name
     train(*second)  # it goes on
+
+
+class Strange(torch.optim.Optimizer):
+    """State that does not simply stand in its memory."""
+
+    def __init__(self, params: Any, value: torch.Tensor) -> None:
+        super().__init__(params, {})
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["value"] = value
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_state_that_is_no_ordinary_tensor(tmp_path: Path) -> None:
+    conjugate = torch.randn(3, 2, dtype=torch.complex64).conj()
+    negative = torch.randn(4, 2, dtype=torch.complex64).conj().imag
+    for value in (conjugate, negative):
+        # torch brings loaded state into the dtype of its parameter.
+        model = RoundPipe(nn.Sequential(nn.Linear(2, 2, dtype=value.dtype)))
+        with OptimizerCtx():
+            optimizer = Strange(model.parameters(), value)
+            other = Strange(model.parameters(), torch.zeros_like(value))
+        with torch.inference_mode():
+            roundpipe.save(model, optimizer, None, tmp_path / "a", overwrite=True).wait()
+        assert torch.equal(read(tmp_path / "a", "optimizer")["value/0.weight"], value)
+        with torch.inference_mode():
+            roundpipe.load(model, other, None, tmp_path / "a")
+        assert all(torch.equal(state["value"], value) for state in other.state.values())
+    for value in (torch.eye(2).to_sparse(), torch.ones(2).as_subclass(Subclass)):
+        with OptimizerCtx():
+            optimizer = Strange(model.parameters(), value)
+        with pytest.raises(ConfigError, match="ordinary"):
+            roundpipe.save(model, optimizer, None, tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -143,3 +143,50 @@ def test_weights_alone_are_the_newest(tmp_path: Path) -> None:
         now = again.model.state_dict()
         trained = dict(again.model._naming_model().named_parameters())
         assert all(torch.equal(now[name], want[name]) for name in trained)
+
+
+@pytest.mark.parametrize(("how", "seed"), [("split", 0), ("split", 1), ("adamw", 2), ("sgd", 3)])
+def test_any_order_of_steps_saves_and_loads(tmp_path: Path, how: str, seed: int) -> None:
+    """What stands in a checkpoint is the state of a run that did the same without saving."""
+    roundpipe.use_devices("host:2")
+    draw = random.Random(seed)
+    done: list[str] = []
+    run = Run(how, "exact")
+    torch.manual_seed(seed)
+    saved: dict[str, list[str]] = {}
+    handles = []
+    actions = [draw.choice(["exact", "async", "async", "save", "load", "publish"]) for _ in range(13)]
+    for number, action in enumerate(["async", "save", *actions, "async", "exact"]):
+        if action == "save":
+            name = f"{number}"
+            handles.append(run.save(tmp_path / name))
+            saved[name] = list(done)
+        elif action == "load" and saved:
+            name = draw.choice(list(saved))
+            handles[-1].wait()
+            run = Run(how, "exact", seed=number) if draw.random() < 0.5 else run
+            run.load(tmp_path / name)
+            done = list(saved[name])
+        elif action == "publish":
+            run.model.synchronize()
+            done.append(action)
+        elif action != "load":
+            run.mode = action
+            run.train(1)
+            done.append(action)
+    plain = Run(how, "exact")
+    torch.manual_seed(seed)
+    for action in done:
+        if action == "publish":
+            plain.model.synchronize()
+        else:
+            plain.mode = action
+            plain.train(1)
+    assert_same(run.bits(), plain.bits())
+    handles[-1].wait()
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize(("how", "mode"), [("split", "async"), ("adamw", "exact"), ("float32", "announced")])
+def test_on_a_gpu(tmp_path: Path, how: str, mode: str) -> None:
+    three_ways(tmp_path, ("cuda:0", "cuda:0"), how, mode)

@@ -231,3 +231,18 @@ def test_a_new_wrapper_of_the_same_weights_waits(tmp_path: Path, writer: Writer)
     writer.while_stopped(lambda: made.append(roundpipe.RoundPipe(module, pin_model="register")))
     handle.wait()
     assert_same(loaded("split", "exact", tmp_path / "a"), want)
+
+
+def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the interpreter there are no new ones."""
+    run = Run("split", "exact").train(1)
+    want = run.bits()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        handle = run.save(tmp_path / "a")
+    assert handle.done()
+    assert_same(loaded("split", "exact", tmp_path / "a"), want)

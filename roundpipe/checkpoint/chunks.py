@@ -20,13 +20,13 @@ def chunks(tensor: torch.Tensor, dtype: torch.dtype, chunk_bytes: int = CHUNK_BY
         flat = tensor.view(-1)
         step = max(1, chunk_bytes // max(dtype.itemsize, tensor.element_size()))
         for begin in range(0, flat.numel(), step):
-            yield flat[begin : begin + step].to(dtype)
+            yield flat[begin : begin + step].to(dtype).resolve_conj().resolve_neg()
         return
     row_bytes = tensor[0].numel() * max(dtype.itemsize, tensor.element_size())
     rows = chunk_bytes // row_bytes
     if rows:
         for begin in range(0, tensor.shape[0], rows):
-            yield tensor[begin : begin + rows].to(dtype).contiguous()
+            yield tensor[begin : begin + rows].to(dtype).contiguous().resolve_conj().resolve_neg()
     else:
         for row in tensor:
             yield from chunks(row, dtype, chunk_bytes)

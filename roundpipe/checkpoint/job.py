@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError, RoundPipeError
+from ..errors import CheckpointError, ConfigError, RoundPipeError
 from ..interrupts import uninterrupted
 from . import disk
 from .chunks import bytes_of, chunks
@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Entry:
-    """A tensor to be written, as ``dtype``. ``tensor`` is the live one."""
+    """A tensor to be written, as ``dtype``. ``tensor`` is the live one; of another device's a copy is made.
+
+    Raises ConfigError for tensors whose values do not simply stand in their memory.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -43,7 +46,18 @@ class Entry:
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.version = self.tensor._version
+        tensor = self.tensor.detach()
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            what = type(tensor).__name__ if tensor.layout == torch.strided else str(tensor.layout)
+            raise ConfigError(f"{self.name!r} is a {what}; a checkpoint holds ordinary (strided) tensors only")
+        self.tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
+        self.version = self._version()
+
+    def _version(self) -> int:
+        return 0 if self.tensor.is_inference() else self.tensor._version
+
+    def was_changed(self) -> bool:
+        return self._version() != self.version
 
     @property
     def spec(self) -> Spec:
@@ -144,7 +158,7 @@ def wait_for_saves_of(parameters: Set[int]) -> None:
 class SaveJob:
     """Writes ``groups`` into the files of ``layouts`` (by kind), and ``others`` (name -> bytes), in ``beside``.
 
-    ``beside`` exists; it becomes ``handle.directory``. ``progress`` is called after each piece.
+    ``beside`` exists, with ``lock`` on it; it becomes ``handle.directory``. ``progress`` is called after each piece.
     """
 
     def __init__(
@@ -156,8 +170,10 @@ class SaveJob:
         layouts: Mapping[str, Sequence[FileLayout]],
         others: Mapping[str, bytes],
         progress: Callable[[], None],
+        lock: int,
     ) -> None:
         self.handle = handle
+        self._lock = lock
         self._beside = beside
         self._overwrite = overwrite
         self._groups = list(groups)
@@ -173,16 +189,15 @@ class SaveJob:
     def start(self) -> None:
         _running.add(self.handle)
         # No daemon: a checkpoint that has begun is completed when the interpreter exits.
-        threading.Thread(target=self.run, name="roundpipe-save", daemon=False).start()
+        try:
+            threading.Thread(target=self.run, name="roundpipe-save", daemon=False).start()
+        except RuntimeError:  # there are no new threads any more: the interpreter is going down
+            self.run()
 
     def run(self) -> None:
         handle = self.handle
         try:
-            lock = disk.lock(self._beside)
-            try:
-                self._write()
-            finally:
-                disk.close(lock)
+            self._write()
         except BaseException as error:  # noqa: BLE001 (reaches the caller through the handle)
             handle._error = self._failure(error)
             logger.error("%s", handle._error)
@@ -192,6 +207,7 @@ class SaveJob:
                 group.hold.release()
             self._groups, self._place = [], {}
             _running.discard(handle)
+            disk.close(self._lock)
             handle._ended.set()
 
     def _failure(self, error: BaseException) -> CheckpointError:
@@ -244,7 +260,7 @@ class SaveJob:
             disk.write_at(descriptor, data, offset)
             offset += len(data)
             self._progress()
-        if entry.tensor._version != entry.version:
+        if entry.was_changed():
             raise CheckpointError(
                 f"saving to {self.handle.directory} failed: {entry.name!r} was changed by the caller before it was "
                 "written. Call wait() on what roundpipe.save returned before you edit weights or optimizer state. "

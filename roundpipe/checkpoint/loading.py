@@ -63,7 +63,8 @@ def load(
     stateful = small_state.schedulers(scheduler)
     contents = open_checkpoint(path)
     small = small_state.read(path)
-    with model._entered():
+    # In inference mode a write counts no version, by which everything else notices it.
+    with model._entered(), torch.inference_mode(False):
         model.synchronize()
         model._state.wait_saved()
         if optimizer is not None:

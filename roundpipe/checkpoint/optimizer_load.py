@@ -8,6 +8,7 @@ import torch
 
 from .. import _ops
 from ..errors import CheckpointMismatch
+from ..host_placement import is_dense
 from ..optim.compact import CompactOptimizer
 from .names import ModelNames
 from .optimizer_state import kind_of, named_groups, resolved
@@ -47,6 +48,8 @@ class OptimizerLoad:
             )
         # Parameters may stand in another order in their group; those of other models are matched by position.
         self._state: dict[int, Any] = {}
+        # Strides that the tensors of the state had, by id; kept with the tensor, so that no other gets its id.
+        self._strides: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._groups = []
         number = 0
         for position, (own, theirs) in enumerate(zip(groups, saved["names"], strict=True)):
@@ -80,10 +83,12 @@ class OptimizerLoad:
             except ValueError as error:
                 raise CheckpointMismatch(f"the optimizer state of the checkpoint does not fit: {error}") from error
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str, stride: list[int]) -> torch.Tensor:
         if name not in self._files:
             raise CheckpointMismatch(f"the checkpoint has no tensor {name!r}, which its optimizer state names")
-        return self._files.tensor(name)
+        tensor = self._files.tensor(name)
+        self._strides[id(tensor)] = tensor, tuple(stride)
+        return tensor
 
     def _state_dict(self) -> dict[str, Any]:
         return {"state": self._state, "param_groups": self._groups}
@@ -124,7 +129,9 @@ class OptimizerLoad:
                 if master is not None:
                     parameter.copy_(master)
                 if values:
-                    self._state[index] = _in_place(self.optimizer.state.get(parameter, {}), _plain(values, parameter))
+                    present = self.optimizer.state.get(parameter, {})
+                    plain = _plain(values, parameter)
+                    self._state[index] = {k: self._owned(v, present.get(k)) for k, v in plain.items()}
             # Those that this optimizer does not have.
             for host, own in self.model._state.optimizer.pairs():
                 name = f"master/{self.names.name_of.get(id(host))}"
@@ -146,6 +153,24 @@ class OptimizerLoad:
             return joined.view(weight.shape)
         return None
 
+    def _owned(self, value: Any, present: Any) -> Any:
+        """Memory that the optimizer may keep, in the order that it had: what it has already, where that fits."""
+        if isinstance(value, dict):
+            return {k: self._owned(v, None) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._owned(v, None) for v in value])
+        if not isinstance(value, torch.Tensor):
+            return value
+        _, stride = self._strides.get(id(value), (value, value.stride()))
+        if (
+            isinstance(present, torch.Tensor)
+            and (present.shape, present.dtype, present.stride()) == (value.shape, value.dtype, stride)
+            and present.device.type == "cpu"
+        ):
+            return present.copy_(value)
+        dense = is_dense(torch.empty_strided(value.shape, stride, device="meta"))
+        return torch.empty_strided(value.shape, stride if dense else value.stride(), dtype=value.dtype).copy_(value)
+
     def restore_pending(self, previous: TensorFiles) -> None:
         """The weights from before an asynchronous step go to the host, the newest to where that step left them."""
         state = self.model._state
@@ -166,30 +191,6 @@ class OptimizerLoad:
         if restored:
             memory = self.optimizer._memory if isinstance(self.optimizer, CompactOptimizer) else None
             state.leave_pending(memory, restored)
-
-
-def _in_place(present: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of the files as memory that the optimizer may keep: what it has already, where that fits."""
-    made = {}
-    for key, value in values.items():
-        before = present.get(key)
-        if not isinstance(value, torch.Tensor):
-            made[key] = _own(value)
-        elif isinstance(before, torch.Tensor) and before.shape == value.shape and before.dtype == value.dtype:
-            made[key] = before.copy_(value)
-        else:
-            made[key] = value.clone()
-    return made
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {k: _own(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_own(v) for v in value)
-    return value
 
 
 def _plain(values: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

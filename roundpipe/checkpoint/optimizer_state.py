@@ -3,7 +3,8 @@
 Note [Optimizer entries]
   A parameter's states are tensors named ``<state>/<parameter>`` ("exp_avg/0.weight"), whatever the optimizer; "master"
   is its float32 copy and "master_low" the lower half of a split one. Everything else (counts, options of groups) is
-  copied. In the copied part a tensor of the files is ``{"__tensor__": name}``.
+  copied. In the copied part a tensor of the files is ``{"__tensor__": name, "stride": [...]}``. Files are row-major;
+  the strides matter because kernels may round in another way where memory is in another order.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def add_optimizer(
                 return tensor.detach().clone()
             name = f"{path}/{label.get(key, key)}"
             snapshot.add(OPTIMIZER, Entry(name, tensor.detach(), tensor.dtype), place)
-            return {MARK: name}
+            return {MARK: name, "stride": list(tensor.stride())}
 
         values[key] = _mapped(of_parameter, refer)
     if not compact:
@@ -113,11 +114,11 @@ def _mapped(value: Any, function: Callable[[str, torch.Tensor], Any], path: str 
     return value
 
 
-def resolved(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The tree with what ``tensor`` gives in the place of each reference."""
+def resolved(value: Any, tensor: Callable[[str, list[int]], Any]) -> Any:
+    """The tree with what ``tensor(name, stride)`` gives in the place of each reference."""
     if isinstance(value, dict):
-        if value.keys() == {MARK}:
-            return tensor(value[MARK])
+        if MARK in value:
+            return tensor(value[MARK], value["stride"])
         return {k: resolved(v, tensor) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         made = [resolved(v, tensor) for v in value]

@@ -100,7 +100,7 @@ def save(
         others |= _configuration(model._naming_model())
         others[MANIFEST_NAME] = manifest(layouts, others, trainable_only)
         size = sum(layout.size_bytes for made in layouts.values() for layout in made) + sum(map(len, others.values()))
-        beside = _make_beside(target, size)
+        beside, lock = _make_beside(target, size)
         engine = state.engine
 
         def progress() -> None:
@@ -112,7 +112,7 @@ def save(
         with uninterrupted():
             snapshot.hold_back(state)
             state.saving = handle
-            SaveJob(handle, beside, overwrite, snapshot.ordered(), layouts, others, progress).start()
+            SaveJob(handle, beside, overwrite, snapshot.ordered(), layouts, others, progress, lock).start()
     return handle
 
 
@@ -146,8 +146,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{target} exists and is no directory; choose another path")
 
 
-def _make_beside(target: Path, size_bytes: int) -> Path:
-    """The directory that is written first; see Note [Atomic checkpoints]."""
+def _make_beside(target: Path, size_bytes: int) -> tuple[Path, int]:
+    """The directory that is written first, and the lock on it; see Note [Atomic checkpoints]."""
     beside = disk.place_beside(target, f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         os.makedirs(target.parent, exist_ok=True)
@@ -159,9 +159,9 @@ def _make_beside(target: Path, size_bytes: int) -> Path:
                 "written. A checkpoint that is overwritten is removed only after the new one is complete."
             )
         disk.make_directory(beside)
+        return beside, disk.lock(beside)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
-    return beside
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:
