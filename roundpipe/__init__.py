@@ -10,6 +10,7 @@ from . import data_plane, optim
 from .activation_offload import offload_activations
 from .checkpoint import load, save
 from .devices import devices, use_devices
+from .estimate import estimate_memory
 from .grad_scaler import GradScaler
 from .memory import memory_report
 from .model import RoundPipe
@@ -33,6 +34,7 @@ __all__ = [
     "data_plane",
     "devices",
     "doing_recompute",
+    "estimate_memory",
     "get_recompute_data",
     "load",
     "memory_report",

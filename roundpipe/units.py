@@ -53,7 +53,8 @@ class TensorLayout:
         return flat.as_strided(self.size, self.stride)
 
 
-def _layouts(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorLayout], int]:
+def layouts_of(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorLayout], int]:
+    """How tensors are packed into one image, and its size in bytes."""
     layouts = []
     offset = 0
     for tensor in tensors:
@@ -93,10 +94,10 @@ class Unit:
         self.parameters = list(parameters)
         self.layers = tuple(layers)
         self.placement = placement
-        self.layouts, self.weight_bytes = _layouts([p.detach() for p in parameters])
+        self.layouts, self.weight_bytes = layouts_of([p.detach() for p in parameters])
         moving = [i for i, p in enumerate(self.parameters) if not placement.keeps(p)]
         self.is_packed = len(moving) == len(self.parameters)  # the image is as on the device
-        places, size_bytes = _layouts([self.parameters[i].detach() for i in moving])
+        places, size_bytes = layouts_of([self.parameters[i].detach() for i in moving])
         self.image = _ops.host_empty([size_bytes], torch.uint8)
         # Where each weight lives: its elements in memory order, one-dimensional.
         self.homes = [torch.empty(0, dtype=p.dtype) if i in moving else flat_home(p) for i, p in enumerate(parameters)]
@@ -116,7 +117,7 @@ class Unit:
     def layout_gradients(self) -> None:
         """Packs the gradients of those parameters that now require grad; drops what had accumulated."""
         self.trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
-        self.gradient_layouts, self.gradient_bytes = _layouts([self.parameters[i].detach() for i in self.trainable])
+        self.gradient_layouts, self.gradient_bytes = layouts_of([self.parameters[i].detach() for i in self.trainable])
         self._images = []
         self.gradients = GradientState(None, [False] * len(self.trainable))
 
@@ -217,24 +218,10 @@ def build_units(layers: Iterable[nn.Module], placement: Placement) -> tuple[list
         ConfigError: a parameter is not on the CPU, is not strided, or two different Parameter objects share memory.
         HostOutOfMemory: there is not enough memory to pin; all weights are in ordinary memory then.
     """
-    users: dict[int, list[int]] = {}
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    order: list[list[int]] = []
-    for index, layer in enumerate(layers):
-        seen = []
-        for name, parameter in layer.named_parameters():
-            key = id(parameter)
-            if key not in found:
-                found[key] = (f"{index}.{name}", parameter)
-                _check_parameter(f"{index}.{name}", parameter)
-            users.setdefault(key, []).append(index)
-            seen.append(key)
-        order.append(seen)
+    found, groups, order = group_parameters(layers)
+    for name, parameter in found.values():
+        _check_parameter(name, parameter)
     _check_aliases(list(found.values()))
-
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for key, used_by in users.items():
-        groups.setdefault(tuple(sorted(set(used_by))), []).append(key)
     units: dict[tuple[int, ...], Unit] = {}
     try:
         for sharers, keys in groups.items():
@@ -243,11 +230,32 @@ def build_units(layers: Iterable[nn.Module], placement: Placement) -> tuple[list
         while units:  # one by one, so that each one's pinned memory goes before the next is copied
             units.popitem()[1].leave_image()
         raise
-    of_layer = []
-    for seen in order:
-        used = {tuple(sorted(set(users[key]))): None for key in seen}
-        of_layer.append([units[used_by] for used_by in used])
-    return list(units.values()), of_layer
+    return list(units.values()), [[units[sharers] for sharers in used] for used in order]
+
+
+def group_parameters(
+    layers: Iterable[nn.Module],
+) -> tuple[dict[int, tuple[str, nn.Parameter]], dict[tuple[int, ...], list[int]], list[list[tuple[int, ...]]]]:
+    """Which parameters form a unit.
+
+    Returns the parameters by id, with their names; for each set of layers the ids of those that exactly these layers
+    use; and for each layer the sets that it is in, in the order of its parameters.
+    """
+    users: dict[int, list[int]] = {}
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    seen: list[list[int]] = []
+    for index, layer in enumerate(layers):
+        seen.append([])
+        for name, parameter in layer.named_parameters():
+            key = id(parameter)
+            found.setdefault(key, (f"{index}.{name}", parameter))
+            users.setdefault(key, []).append(index)
+            seen[-1].append(key)
+    sharers = {key: tuple(sorted(set(used_by))) for key, used_by in users.items()}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for key, used_by in sharers.items():
+        groups.setdefault(used_by, []).append(key)
+    return found, groups, [list({sharers[key]: None for key in keys}) for keys in seen]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

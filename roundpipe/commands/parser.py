@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from roundpipe.commands import doctor, trace
+from roundpipe.commands import doctor, estimate, trace
 from roundpipe.errors import ConfigError
 
 __all__ = ["main"]
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; see ``roundpipe.commands``."""
     parser = _Parser(prog="python -m roundpipe", description="RoundPipe: facts, estimates, timelines")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
-    for command in (doctor, trace):
+    for command in (doctor, estimate, trace):
         command.add(commands)
     arguments = parser.parse_args(argv)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = ["LogitsAreTransformed", "PendingLogits"]
 
@@ -38,8 +39,9 @@ class PendingLogits(Tensor):
     @staticmethod
     def of(hidden: Tensor, vocabulary: int) -> PendingLogits:
         """The projection of `hidden` [..., H] to `vocabulary` classes."""
-        shell = hidden.detach().new_empty(()).expand(*hidden.shape[:-1], vocabulary)
-        pending = shell.as_subclass(PendingLogits)
+        with no_dispatch():  # an ordinary tensor also where `hidden` has no values
+            shell = torch.empty((), dtype=hidden.dtype, device=hidden.device).expand(*hidden.shape[:-1], vocabulary)
+            pending = shell.as_subclass(PendingLogits)
         pending.operations = ()
         pending.hidden = hidden
         return pending

@@ -1,0 +1,79 @@
+"""An estimate as a table."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .estimate import Configuration, Estimate, MemoryEstimate
+
+__all__ = ["describe"]
+
+
+def describe(estimate: MemoryEstimate) -> str:
+    """Lines of text, memory in GiB: what was asked for, and beside it the fastest settings that fit."""
+    asked, fastest = estimate.asked, estimate.fastest
+    trained = estimate.trainable_parameters
+    lines = [f"{estimate.parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained"]
+    found = [asked] if fastest is None or fastest.configuration == asked.configuration else [asked, fastest]
+    titles = ["as asked", "fastest that fits"] if len(found) == 2 else ["as asked"]
+    lines.append(_row("", titles))
+    for name in _SETTINGS:
+        lines.append(_row(name, [_setting(e.configuration, name) for e in found]))
+    lines.append(f"each of {estimate.num_devices} device(s), GiB")
+    lines += _table([e.device for e in found])
+    lines.append(_row("  limit", [_gib(estimate.device_limit_bytes)] * len(found)))
+    lines.append("host, GiB")
+    lines += _table([e.host for e in found])
+    lines.append(_row("  limit", [_gib(estimate.host_limit_bytes)] * len(found)))
+    lines.append(_row("fits", [_verdict(e) for e in found]))
+    if fastest is None:
+        lines.append(
+            "nothing that was tried fits: fewer rows a call, shorter sequences, more devices, or adapters (LoRA)"
+        )
+    elif len(found) == 1 and asked.fits:
+        lines.append("this is the fastest that fits, of what was tried")
+    elif len(found) == 2 and asked.fits:
+        lines.append(f"the fastest should take {fastest.relative_time / asked.relative_time:.2f} of the time as asked")
+    return "\n".join(lines)
+
+
+_SETTINGS = ("num_microbatch", "recompute_grain", "stages", "fused stage", "pin_model", "optimizer")
+
+
+def _setting(configuration: Configuration, name: str) -> str:
+    if name == "stages":
+        return f"{len(configuration.forward)} forward, {len(configuration.backward)} backward"
+    if name == "fused stage":
+        fused = configuration.backward[0]
+        return f"layers {fused.start} to {fused.stop - 1}"
+    return str(getattr(configuration, name))
+
+
+def _table(parts: list[Any]) -> list[str]:
+    names = [f.name for f in fields(parts[0])]
+    rows = [
+        _row("  " + _label(n), [_gib(getattr(p, n)) for p in parts]) for n in names if any(getattr(p, n) for p in parts)
+    ]
+    return [*rows, _row("  total", [_gib(part.total_bytes) for part in parts])]
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
+def _gib(size: int | None) -> str:
+    return "none" if size is None else f"{size / 2**30:.2f}"
+
+
+def _verdict(estimate: Estimate) -> str:
+    if estimate.fits:
+        return "yes"
+    return "no: " + " and ".join(
+        where for where, fits in (("device", estimate.fits_device), ("host", estimate.fits_host)) if not fits
+    )
+
+
+def _row(name: str, values: list[str]) -> str:
+    return f"{name:<20}" + "".join(f"{value:>26}" for value in values)
