@@ -10,11 +10,12 @@ csrc/ops/schemas.h; the implementation is here because a compiler of torch's, wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,9 +33,33 @@ _CPU_CHUNK_ELEMENTS = 1 << 23
 """The same on a CPU, where a chunk that stays in the caches is quicker."""
 
 
+_estimated = threading.local()
+
+
+@contextlib.contextmanager
+def chunks_of(device_type: str) -> Iterator[None]:
+    """On this thread, in here, tensors without values are taken to be on a device of this type: chunks have its size,
+    and a chunk's arithmetic takes the memory that it takes there."""
+    before = getattr(_estimated, "device_type", None)
+    _estimated.device_type = device_type
+    try:
+        yield
+    finally:
+        _estimated.device_type = before
+
+
+def _kind(device: torch.device) -> str:
+    return getattr(_estimated, "device_type", None) or device.type
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether only the tensor's size matters: a run that counts memory, outside of any compiler."""
+    return type(tensor).__name__ == "FakeTensor" and not torch.compiler.is_compiling()
+
+
 def default_chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Tokens of a chunk for a vocabulary of this size: a multiple of 256 (64 on a CPU), at least one multiple."""
-    elements, step = (_CPU_CHUNK_ELEMENTS, 64) if device.type == "cpu" else (_CHUNK_ELEMENTS, 256)
+    elements, step = (_CPU_CHUNK_ELEMENTS, 64) if _kind(device) == "cpu" else (_CHUNK_ELEMENTS, 256)
     return max(step, elements // max(vocabulary, 1) // step * step)
 
 
@@ -95,9 +120,11 @@ class _ChunkKernel:
 
     def __call__(self, logits: Tensor, labels: Tensor, ignore_index: int, softcap: float) -> tuple[Tensor, Tensor]:
         # On a CPU compiling takes longer than it saves in most runs.
-        off = self._unusable or logits.device.type == "cpu" or os.environ.get("RPP_DISABLE_TORCH_COMPILE") == "1"
+        off = self._unusable or _kind(logits.device) == "cpu" or os.environ.get("RPP_DISABLE_TORCH_COMPILE") == "1"
         if off:
             return _loss_and_grad_in_place(logits, labels, ignore_index, softcap)
+        if _is_fake(logits):  # what the compiled form returns; it keeps no more
+            return logits.new_empty((), dtype=_wide(logits.dtype)), torch.empty_like(logits)
         with self._lock:
             if self._compiled is None:
                 self._compiled = torch.compile(_loss_and_grad)
@@ -142,6 +169,8 @@ def _accumulate_weight_grad(total_VH: Tensor, grad_CV: Tensor, hidden_CH: Tensor
     """total += grad^T @ hidden, rounded to fp32 only, whatever the inputs' dtype."""
     if grad_CV.dtype == total_VH.dtype:
         total_VH.addmm_(grad_CV.t(), hidden_CH)
+    elif _kind(grad_CV.device) != "cpu" and _is_fake(grad_CV):
+        pass  # the product is added in place
     elif _adds_into_fp32(grad_CV.dtype, grad_CV.device):
         torch.ops.aten.addmm.dtype_out(total_VH, grad_CV.t(), hidden_CH, torch.float32, out=total_VH)
     else:
@@ -193,6 +222,7 @@ def loss_sum_and_gradients(
                 _accumulate_weight_grad(grad_weight_VH, grad_CV, hidden_TH[part])
             if grad_bias_V.numel():
                 grad_bias_V += grad_CV.sum(0, dtype=wide)
+            del grad_CV  # before the next chunk's logits, or a third chunk would exist
     return total, grad_hidden_TH, grad_weight_VH, grad_bias_V
 
 
