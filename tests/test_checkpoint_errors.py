@@ -43,7 +43,16 @@ def no_space(name: str, after: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("open_new", 0), ("open_new", 3), ("write_at", 0), ("write_at", 9), ("sync", 1), ("rename", 0)]
+    ("name", "after"),
+    [
+        ("open_new", 0),
+        ("open_new", 3),
+        ("write_at", 0),
+        ("write_at", 9),
+        ("sync", 1),
+        ("sync_directory", 1),
+        ("rename", 0),
+    ],
 )
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
     run = Run("split", "async").train(2)
@@ -235,6 +244,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "other small state": ("state.pt", lambda path: path.write_bytes(b"x" * path.stat().st_size), "cannot be read"),
     "no index": ("model.safetensors.index.json", Path.unlink, "missing"),
     "no manifest": ("checkpoint.json", Path.unlink, "no checkpoint"),
+    "another manifest": ("checkpoint.json", lambda path: edit_manifest(path, files={"model": []}), "damaged"),
     "damaged manifest": ("checkpoint.json", cut, "damaged"),
     "newer format": ("checkpoint.json", lambda path: edit_manifest(path, format=99), "format 99"),
 }

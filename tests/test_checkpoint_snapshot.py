@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe import engine as engines
 from roundpipe.checkpoint import disk, job
 from roundpipe.checkpoint.job import Hold
 from roundpipe.errors import CheckpointError
@@ -231,6 +232,16 @@ def test_a_new_wrapper_of_the_same_weights_waits(tmp_path: Path, writer: Writer)
     writer.while_stopped(lambda: made.append(roundpipe.RoundPipe(module, pin_model="register")))
     handle.wait()
     assert_same(loaded("split", "exact", tmp_path / "a"), want)
+
+
+def test_a_step_that_waits_for_the_disk_is_no_stall(tmp_path: Path, writer: Writer) -> None:
+    """The watchdog sees every piece as progress."""
+    run = Run("split", "exact").train(1)
+    run.model.synchronize()
+    engine = engines.current()
+    before = engine.progress
+    run.save(tmp_path / "a").wait()
+    assert engine.progress - before >= len(writer.order) > 40
 
 
 def test_without_a_thread_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,13 @@ def free_bytes(path: Path) -> int | None:
 def put_in_place(written: Path, target: Path, overwrite: bool) -> None:
     """``written`` becomes ``target``; what was there before, if it may be overwritten, is gone at the end."""
     if overwrite and target.exists():
-        if not exchange(written, target):
+        if exchange(written, target):
+            try:
+                sync_directory(target.parent)
+            except OSError:
+                exchange(written, target)
+                raise
+        else:
             previous = previous_of(target)
             remove(previous)
             rename(target, previous)
@@ -104,7 +110,7 @@ def put_in_place(written: Path, target: Path, overwrite: bool) -> None:
                 rename(previous, target)
                 raise
             written = previous
-        sync_directory(target.parent)
+            sync_directory(target.parent)
         remove(written)
     else:
         rename(written, target)  # onto an empty directory too, but onto no other

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import disk
+from .snapshot import KINDS
 from .tensor_file import FileLayout, TensorFile, TensorFiles
 
 MANIFEST_NAME = "checkpoint.json"
@@ -59,7 +60,7 @@ def open_checkpoint(directory: Path) -> Contents:
     path = directory / MANIFEST_NAME
     try:
         found = json.loads(path.read_bytes())
-        files, sizes = found["files"], found["bytes"]
+        files, sizes = {kind: list(found["files"][kind]) for kind in KINDS}, dict(found["bytes"])
         version, trainable_only = found["format"], bool(found["trainable_only"])
     except FileNotFoundError as error:
         previous = disk.previous_of(directory)
@@ -71,7 +72,7 @@ def open_checkpoint(directory: Path) -> Contents:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error or type(error).__name__}") from error
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if version != _FORMAT:
         raise CheckpointError(
             f"{path} is of format {version}, this version of roundpipe reads {_FORMAT}; install a newer"

@@ -21,7 +21,7 @@ from .job import SaveHandle, SaveJob
 from .manifest import INDEX_NAME, MANIFEST_NAME, index, manifest
 from .names import names_of
 from .optimizer_state import add_optimizer, check_optimizer
-from .snapshot import OPTIMIZER, PREVIOUS, WEIGHTS, Snapshot, add_weights
+from .snapshot import KINDS, WEIGHTS, Snapshot, add_weights
 from .tensor_file import shards
 
 
@@ -94,7 +94,7 @@ def save(
         }
         layouts = {
             kind: shards(kind, {entry.name: entry.spec for entry in snapshot.entries(kind)}, max_shard_bytes)
-            for kind in (WEIGHTS, PREVIOUS, OPTIMIZER)
+            for kind in KINDS
         }
         others = {small_state.STATE_NAME: small_state.encoded(parts), INDEX_NAME: index(layouts[WEIGHTS])}
         others |= _configuration(model._naming_model())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..units import Unit
 
 # Kinds of files.
-WEIGHTS, PREVIOUS, OPTIMIZER = "model", "previous", "optimizer"
+KINDS = WEIGHTS, PREVIOUS, OPTIMIZER = "model", "previous", "optimizer"
 _COPIED_BYTES = 1 << 24  # the largest buffer that is copied; larger ones are no statistics, and nobody changes them
 
 
