@@ -190,7 +190,18 @@ def test_help_shows_how_to_run_it(name, examples_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["baselines", "common", "copy_overlap", "cpu_overhead", "models", "offload", "scaling", "step_time", "workers"],
+    [
+        "baselines",
+        "common",
+        "copy_overlap",
+        "cpu_overhead",
+        "hf_trainer",
+        "models",
+        "offload",
+        "scaling",
+        "step_time",
+        "workers",
+    ],
 )
 def test_benchmarks_import_and_say_what_they_ask(name, examples_path):
     module = __import__(name)
@@ -264,6 +275,40 @@ def test_scaling_compares_devices_bit_for_bit(examples_path, tmp_path):
     for name, total in one["link_bytes"][0].items():
         assert sum(link[name] for link in three["link_bytes"]) == total, name
     assert one["link_bytes"][0]["up_weights"] > 0
+
+
+def test_the_trainers_benchmark_measures(examples_path, default_devices, tmp_path):
+    import json
+
+    import hf_trainer
+
+    options = ["--workloads", "tiny,tiny-lora", "--devices", "host:2", "--steps", "2", "--warmup", "1"]
+    assert hf_trainer.main([*options, "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    results = json.loads(path.read_text())["results"]
+    full, lora = results["tiny"], results["tiny-lora"]
+    assert full["trained_parameters"] == full["parameters"] and 0 < lora["trained_parameters"] < lora["parameters"]
+    for result in (full, lora):
+        assert result["iterations"] == 2 and result["min_s"] > 0
+        tokens = result["rows"] * result["tokens"] * result["accumulate"]
+        assert result["tokens_per_s"] == pytest.approx(tokens / result["mean_s"])
+        # A random model knows nothing: ln(256), and a little more for its random scores.
+        assert 5.4 < result["train_loss"] < 6.0
+    # Masters of 2 bytes and two moments of 4 for each parameter, in memory rounded up a little.
+    assert 10 * full["parameters"] <= full["host_bytes"]["optimizer_bytes"] < 12 * full["parameters"]
+    with pytest.raises(SystemExit):
+        hf_trainer.main(["--workloads", "huge"])
+
+
+def test_the_sizes_of_the_trainers_benchmark(examples_path):
+    import hf_trainer
+    import torch
+    import transformers
+
+    for name, billions in (("qwen3-1.7b", 1.72), ("llama-8b-lora", 8.03)):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(hf_trainer.WORKLOADS[name].config())
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01), name
 
 
 def test_expert_and_adapter_layers_of_the_benchmarks(examples_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,16 @@ def setting(tmp_path) -> dict[str, Any]:
 def test_every_block_is_one_of_these() -> None:
     mentions = ("TrainingArguments", "SFTTrainer", "Accelerator")
     assert sorted(python_blocks(PAGE)) == sorted(map(block, mentions))
+
+
+def test_the_oldest_transformers_is_the_same_everywhere() -> None:
+    found = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert found
+    oldest = found[1]
+    for page in (PAGE, ROOT / "README.md"):
+        assert f"transformers {oldest} or newer" in " ".join(page.read_text().split()), page
+    assert f"transformers=={oldest}.0 trl" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert tuple(map(int, transformers.__version__.split(".")[:2])) >= tuple(map(int, oldest.split(".")))
 
 
 def test_the_trainer(tmp_path, monkeypatch) -> None:
