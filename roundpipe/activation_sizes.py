@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class ActivationSizes:
         self.entries: list[tuple[int, int, int] | None] = [None] * num_layers
         self.largest_bytes = 0  # of the microbatches of training calls so far
         self.revision = 0  # counts what may change a plan
+        self._failed = False  # the largest microbatch was too large: the next call says how large they are
 
     @property
     def known(self) -> bool:
@@ -33,10 +35,26 @@ class ActivationSizes:
 
     def begin(self, call_bytes: int) -> bool:
         """A call with microbatches of ``call_bytes``; whether it is to be measured."""
-        if call_bytes > self.largest_bytes:
+        if call_bytes > self.largest_bytes or self._failed:
+            self._failed = False
             self.largest_bytes = call_bytes
             self.revision += 1
         return any(entry is None or entry[0] < call_bytes for entry in self.entries)
+
+    def call_failed(self) -> None:
+        """A device ran out of memory; whatever comes next is what plans must hold for."""
+        self._failed = True
+
+    @contextlib.contextmanager
+    def supposing(self, call_bytes: int | None) -> Iterator[None]:
+        """As if microbatches had ``call_bytes``; None: as they are."""
+        before = self.largest_bytes
+        if call_bytes is not None:
+            self.largest_bytes = call_bytes
+        try:
+            yield
+        finally:
+            self.largest_bytes = before
 
     def forget(self) -> None:
         """Other parameters are trained from now on: the next call is measured, and counts more than those before."""
@@ -52,12 +70,12 @@ class ActivationSizes:
         self.revision += 1
 
     def of_layer(self, layer: int) -> tuple[int, int] | None:
-        """(input, inner) bytes of the largest microbatch seen; in proportion where a smaller one was measured."""
+        """(input, inner) bytes of the largest microbatch seen; in proportion where another size was measured."""
         entry = self.entries[layer]
         if entry is None:
             return None
         measured, input_bytes, inner_bytes = entry
-        if 0 < measured < self.largest_bytes:
+        if measured > 0 and measured != self.largest_bytes > 0:
             ratio = self.largest_bytes / measured
             return int(input_bytes * ratio), int(inner_bytes * ratio)
         return input_bytes, inner_bytes

@@ -20,6 +20,8 @@ from .errors import RoundPipeError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
+from .memory_model import region_bytes
+from .oom_state import as_out_of_memory, note_use, outside_bytes, shapes_of
 from .passed_on import PassedOn
 from .stage_job import Phase, StageJob
 from .units import Unit
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from .announced_step import AnnouncedStep
     from .job_probe import CallProbe
+    from .oom_advice import OomAdvisor
     from .plan import ModelExecutePlan
     from .replica import Attributes
     from .window import Window
@@ -91,6 +94,9 @@ class Call:
         self.probe = probe
         self.gradient_stats: GradientStats | None = None  # None: nobody wants them
         self.announced: AnnouncedStep | None = None  # the step that this call ends with
+        self.advisor: OomAdvisor | None = None
+        self.tight: tuple[int, int | None] | None = None  # bytes beside the regions, what there is for both
+        self.microbatch_shapes = shapes_of(inputs[0] if inputs else None)
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
         self.ambient = Ambient.capture()
@@ -223,9 +229,24 @@ class Call:
         for own in sizes:
             # Another call may follow with any of these jobs on this device, so the pairs wrap around.
             pairs = [a + b for a, b in zip(own, own[1:] + own[:1], strict=True)] if len(own) > 1 else []
-            wanted.append(max([*pairs, largest * 2 if not pairs else 0, *own]))
+            pair = max([*pairs, largest * 2 if not pairs else 0, *own])
             least.append(max([*own, 0]))
-        self.engine.reserve_regions(wanted, least)
+            beside, capacity = self.tight or (0, None)
+            wanted.append(region_bytes(pair, least[-1], beside, capacity))
+        try:
+            self.engine.reserve_regions(wanted, least)
+        except torch.OutOfMemoryError as error:
+            raise self._region_failure(error, wanted) from error
+
+    def _region_failure(self, error: BaseException, wanted: list[int]) -> BaseException:
+        """There is no room for weights and gradients of one stage on some device."""
+        worker = next(w for w, size in zip(self.engine.workers, wanted, strict=True) if w.region.numel() < size)
+        made = as_out_of_memory(error, f"{worker.name}, region of weights and gradients")
+        assert made is not None
+        made.phase = "region"
+        note_use(made, worker, 0, outside_bytes(worker))
+        made.microbatch_shapes = self.microbatch_shapes
+        return made
 
     def gradient_images(self, unit: Unit) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(image to start from, image to write) for one backward job of ``unit``."""
@@ -381,6 +402,7 @@ class Call:
     def release(self) -> None:
         """What only a failed call would have needed; the window keeps the call for its gradients."""
         self.buffer_undos.clear()
+        self.advisor = None
         self.predecessor = None
         self.window = None  # which holds this call
 

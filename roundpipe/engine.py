@@ -200,6 +200,18 @@ class Engine:
                     raise
                 worker.set_region(minimum)
 
+    def drop_regions(self) -> None:
+        """After a device ran out of memory: the next call makes regions of the size that it needs."""
+        with self.dispatch_lock:
+            if self.closed:
+                return
+            self.wait_idle()
+            for worker in self.workers:
+                worker.set_region(0)
+                if not worker.simulated:
+                    with torch.cuda.device(worker.device):
+                        torch.cuda.empty_cache()  # or pieces of it stay apart that are wanted whole
+
     # -- waiting and ending --------------------------------------------------------------------------------------
     def wait_idle(self) -> None:
         """Blocks until no job is open and no copy is under way."""

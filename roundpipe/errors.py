@@ -144,6 +144,12 @@ class DeviceOutOfMemory(RoundPipeError, torch.OutOfMemoryError):
     ``args`` is one string that contains ``"CUDA out of memory."``, by which helpers that retry with a smaller batch
     recognise the condition; it is put in front where ``message`` lacks it. ``asked_bytes`` is the size of the request
     that failed, or None. The place is told by the same attributes as in :class:`StageError`.
+
+    As far as known: ``use`` is what the device held (a ``roundpipe.live_memory.MemoryUse``, bytes by category),
+    ``capacity_bytes`` what the model can use of it, ``microbatch_shapes`` the tensors that the microbatch came in with,
+    ``remedies`` what to change, in the order to try (each a ``roundpipe.oom_advice.Remedy`` with a ``config`` for the
+    next call and the predicted peaks before and after; None where nobody could look for any). All of it stands in the
+    message too.
     """
 
     _PHRASE = "CUDA out of memory."
@@ -166,6 +172,10 @@ class DeviceOutOfMemory(RoundPipeError, torch.OutOfMemoryError):
         self.stage = stage
         self.layer = layer
         self.microbatch = microbatch
+        self.use: Any = None
+        self.capacity_bytes: int | None = None
+        self.microbatch_shapes: tuple[str, ...] = ()
+        self.remedies: tuple[Any, ...] | None = None
 
 
 class HostOutOfMemory(RoundPipeError, MemoryError):

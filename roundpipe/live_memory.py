@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import DeviceOutOfMemory
-
 __all__ = ["Kind", "LiveMemory", "MemoryUse"]
 
 _PATIENCE_S = 0.25  # how long an allocation beyond the limit waits for copies under way to let their sources go
@@ -79,7 +77,7 @@ class LiveMemory(TorchDispatchMode):
 
     Args:
         name: of the device, for messages.
-        limit_bytes: an allocation beyond it raises DeviceOutOfMemory, as a GPU's allocator would; None: no limit.
+        limit_bytes: an allocation beyond it raises torch.OutOfMemoryError, as a GPU's does; None: no limit.
 
     Entered by one thread at a time; read by any.
     """
@@ -138,14 +136,13 @@ class LiveMemory(TorchDispatchMode):
             self._note_peak()
 
     def make_room(self, nbytes: int, what: str) -> None:
-        """Raises DeviceOutOfMemory if so much more does not fit."""
+        """Raises torch.OutOfMemoryError if so much more does not fit."""
         if self.limit_bytes is None or self._fits(nbytes):
             return
         now = self.live_bytes
-        raise DeviceOutOfMemory(
-            f"{self.name}: {nbytes} bytes asked for {what}, {now} of the limit of {self.limit_bytes} bytes are taken",
-            asked_bytes=nbytes,
-            device=self.name,
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. {self.name}: {nbytes} bytes asked for {what}; {now} of the limit of "
+            f"{self.limit_bytes} bytes are taken"
         )
 
     def note(self, tensor: torch.Tensor, kind: Kind) -> None:
@@ -212,10 +209,9 @@ class LiveMemory(TorchDispatchMode):
                     self._note_peak()
                 return
             if self.limit_bytes is not None and not self._fits(nbytes):
-                raise DeviceOutOfMemory(
-                    f"{self.name}: tried to allocate {nbytes} bytes for a tensor of shape {tuple(tensor.shape)}; "
-                    f"{self._total()} of the limit of {self.limit_bytes} bytes are taken",
-                    asked_bytes=nbytes,
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. {self.name}: tried to allocate {nbytes} bytes for a tensor of shape "
+                    f"{tuple(tensor.shape)}; {self._total()} of the limit of {self.limit_bytes} bytes are taken"
                 )
             freed = self._freed
             ref = weakref.ref(storage, lambda _, key=key: freed.append(key))  # type: ignore[misc]

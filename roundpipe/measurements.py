@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .activation_sizes import ActivationSizes, microbatch_bytes
 from .boundary import Boundary
@@ -19,6 +20,8 @@ class Measurements:
         self.training = ModelTimer(num_layers)
         self.inference = ModelTimer(num_layers)
         self.sizes = ActivationSizes(num_layers)
+        # Of calls that were predicted after a failure, by plan_key: (bytes beside the region, what there is for both).
+        self.tight: dict[Any, tuple[int, int | None]] = {}
 
     def timer(self, run_type: str) -> ModelTimer:
         """The one for ``run_type``; before any inference that of training serves it too."""

@@ -76,9 +76,7 @@ class RoundPipeRunConfig:
             check_spec(self.merge_output, "merge_output", reducers=True)
         if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
             raise _wrong_type("execute_plan", self.execute_plan, "a ModelExecutePlan")
-        if self.on_oom == "adapt":
-            raise ConfigError('on_oom="adapt" is not available; only "raise" is')
-        _check_name("on_oom", self.on_oom, ("raise",))
+        _check_name("on_oom", self.on_oom, ("raise", "adapt"))
 
     def overridden_by(self, other: RoundPipeRunConfig) -> RoundPipeRunConfig:
         """These settings, with those of ``other`` wherever ``other`` sets them."""

@@ -16,9 +16,11 @@ from .boundary import Boundary, HostTensor
 from .call import Call
 from .caller_tensors import handed_out, host_boundary, pack, unread_leaves
 from .engine import Engine
-from .errors import RoundPipeError, StallError
+from .errors import ConfigError, RoundPipeError, StallError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
+from .oom_adapt import adapting
+from .oom_advice import OomAdvisor, plan_key
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
 from .training_state import TrainingState
@@ -29,11 +31,19 @@ if TYPE_CHECKING:
 
 def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward without backward; gives the merged outputs on the host."""
+    return adapting(state, config, "infer", lambda chosen, made: _infer(state, chosen, args, kwargs, made))
+
+
+def _infer(
+    state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Call]
+) -> Any:
     engine = state.prepare()
     with torch.no_grad():
         pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
         inputs = _inputs(engine, pieces)
         call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=False, keeps_outputs=True)
+        call.advisor = OomAdvisor(state, config, "infer", args, kwargs, None, None)
+        made.append(call)
         with abandoned_on_error(call):
             _dispatch(state, call, config, "infer")
             end = len(state.layers)
@@ -55,11 +65,24 @@ def forward(
     kwargs: dict[str, Any],
 ) -> Any:
     """Forward whose outputs take part in autograd: ``backward`` on them runs the backward stages."""
+    return adapting(state, config, "train", lambda chosen, made: _forward(state, entered, chosen, args, kwargs, made))
+
+
+def _forward(
+    state: TrainingState,
+    entered: Callable[[], contextlib.AbstractContextManager[object]],
+    config: ResolvedConfig,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    made: list[Call],
+) -> Any:
     engine = state.prepare()
     pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
     inputs = _inputs(engine, pieces)
     call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=True, keeps_outputs=True)
     call.window = None  # joined at the time of the backward
+    call.advisor = OomAdvisor(state, config, "train", args, kwargs, None, None)
+    made.append(call)
     with abandoned_on_error(call):
         _dispatch(state, call, config, "train")
         end = len(state.layers)
@@ -117,6 +140,30 @@ def train(
     step: CompactOptimizer | None,
 ) -> Any:
     """Forward, loss and backward of every microbatch; gives the summed losses, and the outputs if asked for."""
+
+    def attempt(chosen: ResolvedConfig, made: list[Call]) -> Any:
+        return _train(state, chosen, args, kwargs, label, loss_fn, return_outputs, step, made)
+
+    if step is not None and config.on_oom == "adapt":
+        raise ConfigError(
+            'forward_backward(step=...) with on_oom="adapt": layers are updated before the call has ended, so a '
+            "failure "
+            'cannot be rolled back. Use on_oom="raise", or call model.step(optimizer) after forward_backward.'
+        )
+    return adapting(state, config, "fused", attempt)
+
+
+def _train(
+    state: TrainingState,
+    config: ResolvedConfig,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    label: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    return_outputs: bool,
+    step: CompactOptimizer | None,
+    made: list[Call],
+) -> Any:
     engine = state.prepare()
     pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
     count = len(pieces)
@@ -133,6 +180,8 @@ def train(
     call = _make_call(
         state, engine, config, inputs, label_trees, loss_fn, keeps_graph=True, keeps_outputs=return_outputs
     )
+    call.advisor = OomAdvisor(state, config, "fused", args, kwargs, label, loss_fn)
+    made.append(call)
     if step is not None:
         call.announced = announce(state, step)
     with abandoned_on_error(call):
@@ -147,6 +196,8 @@ def train(
 def _results(state: TrainingState, call: Call, config: ResolvedConfig, pieces: Any, return_outputs: bool) -> Any:
     count = call.num_microbatch
     call.wait_for(lambda: len(call.losses) == count and call.forward_done(), "the losses")
+    if config.on_oom == "adapt":  # nothing may reach the caller that would have to be taken back
+        call.wait_jobs()
     _raise_if_failed(state, call)
     total = _sum_losses(state, call)
     outputs = None
@@ -220,6 +271,9 @@ def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type
     if plan is None:
         plan = state.plans.plan(run_type, call.num_microbatch, config.recompute_grain)
     plan.check_valid(len(state.layers), run_type)
+    if call.advisor is not None:
+        call.advisor.plan = plan
+    call.tight = state.measurements.tight.get(plan_key(plan, call.num_microbatch, call.grain))
     state.began(call)
     if call.window is not None:
         call.window.calls.append(call)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from . import _ops, layer_call, spans
+from . import _ops, errors, layer_call, spans
 from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
 from .buffers import LayerBuffers
 from .errors import RoundPipeError
@@ -27,6 +27,7 @@ from .job_place import Place
 from .job_probe import JobProbe
 from .live_memory import counted
 from .loss_call import call_loss
+from .oom_state import note_use, outside_bytes
 from .recompute import RecomputeScope
 from .units import Unit
 
@@ -101,6 +102,7 @@ class StageJob:
         self._worker = worker
         self._kept = call.passed_on[worker.index]
         worker.parameters.accumulated = self._accumulated
+        self._outside_bytes = outside_bytes(worker)
         try:
             call.check()
             with (
@@ -113,9 +115,11 @@ class StageJob:
             _ops.job_close(self.handle)
             self.probe.ended()
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
+            if isinstance(error, torch.OutOfMemoryError):
+                error = self._located(error, worker)  # noqa: PLW2901
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
                 # Whoever catches it wants the memory back, which the locals of these frames would hold with it.
-                traceback.clear_frames(error.__traceback__)
+                traceback.clear_frames((error.__cause__ or error).__traceback__)
             _ops.drop_quietly(_ops.job_abort, self.handle)
             for buffers in self._buffers.values():
                 buffers.distrust()
@@ -127,6 +131,23 @@ class StageJob:
             worker.check = None
             self.place.state = "ended"
             call.job_finished(self, worker)
+
+    def _located(self, error: torch.OutOfMemoryError, worker: Worker) -> errors.DeviceOutOfMemory:
+        """With the place, and with what the device holds as long as the frames of the traceback do."""
+        place = self.place
+        located = errors.locate(
+            error,
+            device=worker.name,
+            phase=place.phase,
+            stage=self.position,
+            layer=place.layer,
+            microbatch=place.microbatch,
+        )
+        assert isinstance(located, errors.DeviceOutOfMemory)
+        gradients = sum(unit.gradient_bytes for unit in self.units) if self.with_gradients else 0
+        note_use(located, worker, gradients, self._outside_bytes)
+        located.microbatch_shapes = self.call.microbatch_shapes
+        return located
 
     def _run(self, worker: Worker) -> None:
         for layer in self.stage:

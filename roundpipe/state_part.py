@@ -9,6 +9,7 @@ from .layer_call import LayerFacts
 from .layer_cost import LayerCost
 from .measurements import Measurements
 from .plan_keeper import PlanKeeper
+from .run_config import ResolvedConfig
 from .training_state import TrainingState
 
 
@@ -25,6 +26,7 @@ class StatePart:
         self.facts = whole.facts[layers.start : layers.stop]
         self.loss_facts = LayerFacts()
         self.measurements = Measurements(len(self.layers))
+        self.adapted: dict[Any, ResolvedConfig] = {}
         self.plans = PlanKeeper(self)
         self._measured_under = self._circumstances()
 
@@ -43,6 +45,7 @@ class StatePart:
         before, self._measured_under = self._measured_under, self._circumstances()
         if before[0] is not self._measured_under[0]:
             self.measurements = Measurements(len(self.layers))
+            self.adapted.clear()
         elif before[1] != self._measured_under[1]:
             self.measurements.sizes.forget()
         else:

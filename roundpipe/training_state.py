@@ -19,7 +19,7 @@ from .compact_step import CompactStep
 from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
-from .errors import ConfigError, PartialStepError
+from .errors import ConfigError, DeviceOutOfMemory, PartialStepError
 from .host_gradients import fold_host_gradients
 from .host_placement import Placement
 from .interrupts import uninterrupted
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .grad_scaler import GradScaler
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
+    from .run_config import ResolvedConfig
 
 
 class TrainingState:
@@ -75,6 +76,7 @@ class TrainingState:
         self.host_read: set[int] = set()  # units that the caller computes with himself, by key
         self._versions: dict[int, int] = {}
         self.measurements = Measurements(len(layers))
+        self.adapted: dict[Any, ResolvedConfig] = {}  # by the settings asked for, see Note [Adapting]
         self.plans = PlanKeeper(self)
         self.attach(engine)
         self._note_versions()
@@ -91,6 +93,7 @@ class TrainingState:
         self.generation += 1  # a backward that is still to come would find its activations gone
         self.host_buffers.forget()
         self.measurements = Measurements(len(self.layers))  # what other devices took says little
+        self.adapted.clear()
         self.plans.clear()
         for unit in self.units:
             unit.follow_publishes()
@@ -455,8 +458,11 @@ class TrainingState:
             return
         self.drain()
         error = self._first_failure()
+        call = next((c for c in self._calls if c.error is error), None)
         failed = [t for t in self._tasks if t.error is not None or t.cancelled]
         self._recover()
+        if isinstance(error, DeviceOutOfMemory):
+            self.explain(error, call)
         if failed:
             # The next call must see what it would have seen without the failed step, and what a step did before it
             # failed counts, as in PyTorch.
@@ -465,6 +471,15 @@ class TrainingState:
             self._publish_pending()
         if error is not None:
             raise error
+
+    def explain(self, error: DeviceOutOfMemory, call: Call | None) -> None:
+        """A device ran out of memory in ``call``: says what to change, and gives the regions back. Requires that
+        failures were recovered from.
+        """
+        if not self._engine().closed:
+            self._engine().drop_regions()
+        if call is not None and call.advisor is not None:
+            call.advisor.advise(error, call)
 
     def _first_failure(self) -> BaseException | None:
         for task in self._tasks:
