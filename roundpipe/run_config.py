@@ -59,7 +59,12 @@ class RoundPipeRunConfig:
     """The stages. Default: planned from measured times and sizes."""
 
     on_oom: str | None = None
-    """What follows when a device runs out of memory. ``"raise"`` (default): DeviceOutOfMemory."""
+    """What follows when a device runs out of memory. ``"raise"`` (default): DeviceOutOfMemory, which says what to
+    change. ``"adapt"``: the call is undone and made again with the first setting that is predicted to fit (more
+    microbatches, recompute by layer, smaller stages), which is logged once and kept for later calls; when nothing is
+    left it raises. The result is that of a call that asked for these settings at once. The price: ``forward_backward``
+    returns only when its backward has ended. Losses are summed over however many microbatches there are in the end, so
+    ``loss_fn`` must not divide by their number. Not with ``step=``."""
 
     def __post_init__(self) -> None:
         _check_bool("requires_grad", self.requires_grad)

@@ -14,6 +14,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
+from roundpipe.errors import DeviceOutOfMemory
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -144,5 +145,13 @@ def test_rooms_and_notes_that_the_design_names_exist() -> None:
 def test_limits_that_readme_admits_are_still_there() -> None:
     """Who lifts one of these limits finds here that README must say so."""
     roundpipe.use_devices("host:2")
-    with pytest.raises(ValueError, match="on_oom"):
-        RoundPipeRunConfig(on_oom="adapt")
+
+    def fails(grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = RoundPipe(nn.Linear(4, 4))
+    out = model(torch.ones(4, 4), roundpipe_run_config=RoundPipeRunConfig(on_oom="adapt"))
+    model.model.weight.register_hook(fails)
+    out.sum().backward()
+    with pytest.raises(DeviceOutOfMemory):
+        model.synchronize()
