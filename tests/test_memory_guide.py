@@ -14,6 +14,15 @@ import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 
+from .oom_guide import (
+    MORE_MICROBATCHES,
+    ONE_CALL,
+    PIN_MODES,
+    RECOMPUTE_BY_LAYER,
+    SEVERAL_CALLS,
+    SMALLER_STAGES,
+    filled,
+)
 from .pages import ROOT, python_blocks, run_block
 from .plans import one_layer_stages
 
@@ -39,11 +48,7 @@ def gradients_of(model: RoundPipe) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.model.parameters() if p.grad is not None]
 
 
-CONFIGS = [
-    "config = RoundPipeRunConfig(num_microbatch=16)",
-    "config = RoundPipeRunConfig(num_microbatch=32)",
-    'config = RoundPipeRunConfig(recompute_grain="layer")',
-]
+CONFIGS = [MORE_MICROBATCHES, MORE_MICROBATCHES.replace("16", "32"), RECOMPUTE_BY_LAYER]
 
 
 @pytest.mark.parametrize("code", CONFIGS)
@@ -64,15 +69,7 @@ def test_configurations_change_memory_and_no_result(code: str) -> None:
 def test_a_plan_within_a_limit() -> None:
     roundpipe.use_devices("host:2")
     model = RoundPipe(layers())
-    code = """
-from roundpipe import ModelExecutePlan
-
-plan = ModelExecutePlan.auto(
-    "fused", model,
-    model_memory_limit=8.0,
-)
-"""
-    plan = run(code, {"model": model})["plan"]
+    plan = run(SMALLER_STAGES, {"model": model})["plan"]
     assert isinstance(plan, ModelExecutePlan)
     plan.check_valid(6, "fused")
     one = (WIDTH * WIDTH + WIDTH) * 4
@@ -84,42 +81,47 @@ plan = ModelExecutePlan.auto(
     assert all(len(stage) == 1 for stage in plan.bwd_plan)
 
 
+class Names(dict[str, Any]):
+    """What the block leaves to its reader: the loaded model as layers."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "my_model_sequential":
+            raise KeyError(name)
+        model = self["model"]
+        return nn.Sequential(model.model.embed_tokens, model.model.norm, model.lm_head)
+
+
 def test_pin_modes_and_a_model_from_files(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     roundpipe.use_devices("host:1")
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
-    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape))
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=4096)
+    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).half()
     made.save_pretrained(tmp_path)
-    names = run('model = RoundPipe(my_model, pin_model="register")', {"my_model": layers()})
+    names = Names(
+        RoundPipe=RoundPipe,
+        AutoModelForCausalLM=transformers.AutoModelForCausalLM,
+        torch=torch,
+        model_path=str(tmp_path),
+        my_model=layers(),
+    )
+    registered, comment, off = PIN_MODES.partition("# 模型超过")
+    exec(registered, {}, names)
     assert names["model"]._state.placement.mode == "register"
-    code = """
-import torch
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(
-    model_path,
-    torch_dtype=torch.float16,
-)
-my_model_sequential = torch.nn.Sequential(model.model.embed_tokens, model.model.norm, model.lm_head)
-model = RoundPipe(my_model_sequential, pin_model="off")
-"""
-    model = run(code, {"model_path": str(tmp_path)})["model"]
+    assert _ops.host_claim_stats(0)[2] + _ops.host_claim_stats(0)[0] > 0
+    exec(comment + off, {}, names)
+    model = names["model"]
+    assert model._state.placement.mode == "off"
     assert {p.dtype for p in model.model.parameters()} == {torch.float16}
+    assert model._state.placement.needs.mapped_bytes >= 4096 * 32 * 2  # the weights lie in the file
+    assert torch.equal(model.model[0].weight, made.model.embed_tokens.weight)
     with torch.no_grad():
-        out = model(torch.randint(64, (4, 8)))
-    assert out.shape == (4, 8, 64) and _ops.engine_bounced_bytes(engines.current().handle, 0) > 0
+        out = model(torch.randint(4096, (4, 8)))
+    assert out.shape == (4, 8, 4096) and _ops.engine_bounced_bytes(engines.current().handle, 0) > 0
 
 
 def test_fewer_rows_a_call_need_less_host_memory_and_give_the_same_gradients() -> None:
-    code_once = """
-loss = model.forward_backward(input_args=(large_batch,), label=label, loss_fn=loss_fn, run_config=config)
-"""
-    code_twice = """
-config = RoundPipeRunConfig(num_microbatch=8)
-loss1 = model.forward_backward(input_args=(batch_part1,), label=label1, loss_fn=loss_fn, run_config=config)
-loss2 = model.forward_backward(input_args=(batch_part2,), label=label2, loss_fn=loss_fn, run_config=config)
-model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-"""
+    code_once = filled(ONE_CALL, "label=label, loss_fn=loss_fn, run_config=config")
+    code_twice = filled(SEVERAL_CALLS, "label=label1, loss_fn=loss_fn", "label=label2, loss_fn=loss_fn")
     rows = 4096
     x, label = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
     peaks, gradients, states = [], [], []

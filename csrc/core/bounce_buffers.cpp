@@ -22,6 +22,11 @@ constexpr int kCold = MADV_COLD;
 #else
 constexpr int kCold = 20;  // Linux 5.4; an older kernel answers EINVAL
 #endif
+#ifdef MADV_POPULATE_READ
+constexpr int kPopulateRead = MADV_POPULATE_READ;
+#else
+constexpr int kPopulateRead = 22;  // Linux 5.14; an older kernel answers EINVAL
+#endif
 
 void advise(const void* base, std::size_t bytes, int advice, bool whole_pages_only) noexcept {
   const auto page = static_cast<std::uintptr_t>(page_bytes());
@@ -38,6 +43,9 @@ void advise_read_ahead(const void* base, std::size_t bytes) noexcept { advise(ba
 
 // Not MADV_DONTNEED, which would throw away what was written to a private mapping: cold pages only go first.
 void advise_drop_behind(const void* base, std::size_t bytes) noexcept { advise(base, bytes, kCold, true); }
+
+// One call waits for the pages and maps them all; the copy alone would fault in a few of them at a time.
+void advise_read_now(const void* base, std::size_t bytes) noexcept { advise(base, bytes, kPopulateRead, false); }
 
 std::size_t read_ahead_bytes() {
   const MemoryLimits limits = read_memory_limits();
@@ -81,12 +89,14 @@ const void* BounceBuffers::fill(const CopySegment& piece) {
                                                          " of " + std::to_string(buffer_bytes_));
   char* target = static_cast<char*>(buffers_[current_].data()) + filled_;
   const char* source = static_cast<const char*>(piece.src);
+  const bool from_file = piece.memory == HostMemory::kFile || piece.memory == HostMemory::kFileOnce;
   pool_->run(piece.bytes, kGrain, [&](std::size_t begin, std::size_t end) {
     if (checker_ != nullptr) {
       const auto self = checker_->this_thread();
       checker_->access(self, Access::kRead, source + begin, end - begin, "fill of a bounce buffer reads weights");
       checker_->access(self, Access::kWrite, target + begin, end - begin, "fill of a bounce buffer");
     }
+    if (from_file) advise_read_now(source + begin, end - begin);
     std::memcpy(target + begin, source + begin, end - begin);
   });
   filled_ += piece.bytes;

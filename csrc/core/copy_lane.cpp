@@ -13,6 +13,10 @@
 namespace roundpipe {
 namespace {
 
+// Chunks of files of which the kernel is told at a time: it reads while it is told, at the speed of the disk once the
+// disk's queue is full, and copies shall go on meanwhile.
+constexpr std::size_t kChunksAdvised = 4;
+
 void name_thread(std::thread& thread, const char* lane, const char* role, const std::string& device) {
   const std::string name = std::string("rp") + lane + role + " " + device;
   pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
@@ -112,7 +116,7 @@ void CopyLane::issue_loop() {
     head_blocked_ = false;
     const bool reads_files = reads_files_;
     lock.unlock();
-    if (reads_files) read_ahead();
+    const bool more_ahead = reads_files && read_ahead();
     Progress progress = Progress::kEnded;
     if (unusable) {
       end_failed(head, unusable);
@@ -121,7 +125,7 @@ void CopyLane::issue_loop() {
     }
     lock.lock();
     if (progress == Progress::kEnded) queue_.pop_front();
-    if (progress == Progress::kBlocked) {
+    if (progress == Progress::kBlocked && !more_ahead) {
       head_blocked_ = true;
       blocked_at_ = asked_at;
     }
@@ -141,7 +145,7 @@ void CopyLane::issue_loop() {
 
 // Also while the head waits for its place: then the disk has the most to win. Walks the requests in the order in which
 // they will be copied, so nothing has to be taken back when one of them fails.
-void CopyLane::read_ahead() {
+bool CopyLane::read_ahead() {
   if (read_ahead_bytes_ == 0) read_ahead_bytes_ = roundpipe::read_ahead_bytes();
   std::vector<std::shared_ptr<LaneRequest>> next;
   {
@@ -153,11 +157,12 @@ void CopyLane::read_ahead() {
       if (request->unadvised() != 0) next.push_back(request);
     }
   }
-  std::size_t ahead = 0;
+  std::size_t ahead = 0, budget = kChunksAdvised * options_.chunk_bytes;
   for (const auto& request : next) {
-    if (ahead >= read_ahead_bytes_) return;
-    ahead += request->advise(read_ahead_bytes_ - ahead);
+    if (ahead >= read_ahead_bytes_ || budget == 0) break;
+    ahead += request->advise(read_ahead_bytes_ - ahead, budget);
   }
+  return budget == 0;
 }
 
 CopyLane::Progress CopyLane::advance(const std::shared_ptr<LaneRequest>& request) {

@@ -63,7 +63,7 @@ class CopyLane {
   bool issue_chunk(LaneRequest& request, Chunk* chunk);  // true: it was the last
   void end_failed(const std::shared_ptr<LaneRequest>& request, std::exception_ptr failure);
   void push(Chunk chunk);
-  void read_ahead();
+  bool read_ahead();  // true: there is more to tell
 
   void reap_loop();
   void reap(const Chunk& chunk);

@@ -1,14 +1,25 @@
 #include "core/bounce_buffers.h"
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <future>
+#include <new>
 #include <random>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "core/errors.h"
 #include "core/happens_before.h"
 #include "core/host_backend.h"
+#include "core/memory_limits.h"
 
 namespace roundpipe {
 namespace {
@@ -87,6 +98,60 @@ TEST(BounceBuffers, UploadsOfAnySegmentsArriveWhole) {
     EXPECT_EQ(engine.bounced_bytes(), 0U);
   }
   EXPECT_EQ(backend.checker()->take_reports(), std::vector<std::string>());
+}
+
+// A file whose pages are not in memory: holes, so that no disk is waited for.
+class ColdFile {
+ public:
+  explicit ColdFile(std::size_t bytes) : bytes_(bytes) {
+    std::string path = testing::TempDir() + "/cold-XXXXXX";
+    const int file = mkstemp(path.data());
+    unlink(path.c_str());
+    if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) != 0) throw std::bad_alloc();
+    base_ = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file, 0);
+    close(file);
+    if (base_ == MAP_FAILED) throw std::bad_alloc();
+  }
+  ~ColdFile() { munmap(base_, bytes_); }
+  const char* data() const { return static_cast<const char*>(base_); }
+  std::size_t resident_bytes() const {
+    std::vector<unsigned char> pages(bytes_ / page_bytes());
+    EXPECT_EQ(mincore(base_, bytes_, pages.data()), 0);
+    return page_bytes() * static_cast<std::size_t>(
+                              std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return page & 1; }));
+  }
+
+ private:
+  const std::size_t bytes_;
+  void* base_;
+};
+
+TEST(BounceBuffers, FilesAreReadAheadWhileCopiesWaitAndMoreThanOneStepAhead) {
+  HostBackend backend({});
+  const std::size_t bytes = std::min(read_ahead_bytes() / 2, std::size_t{32} << 20) / page_bytes() * page_bytes();
+  const ColdFile file(2 * bytes);
+  TransferOptions options;
+  options.chunk_bytes = std::size_t{1} << 20;  // so that a step is much less than what lies ahead
+  options.arena = HostArena::make(nullptr);
+  TransferEngine engine(backend.device(0), options);
+  std::vector<char> target(2 * bytes, 1);
+  std::atomic<bool> open{false};
+  std::vector<std::shared_ptr<Handover>> handovers;
+  for (const std::size_t half : {std::size_t{0}, bytes}) {
+    TransferRequest request;
+    request.segments = {{target.data() + half, file.data() + half, bytes, HostMemory::kFile}};
+    request.ready = [&] { return open ? Readiness::kReady : Readiness::kNotYet; };
+    handovers.push_back(engine.submit(std::move(request)));
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kLong;
+  while (file.resident_bytes() < 2 * bytes && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
+  EXPECT_GE(file.resident_bytes(), 2 * bytes) << "of both requests";
+  EXPECT_EQ(engine.copies(Direction::kHostToDevice), 0U);
+  EXPECT_EQ(target[0], 1);
+  open = true;
+  engine.poke();
+  for (const auto& handover : handovers) ASSERT_TRUE(handover->wait_complete(kLong));
+  EXPECT_EQ(std::count(target.begin(), target.end(), 0), static_cast<std::ptrdiff_t>(2 * bytes));
 }
 
 TEST(BounceBuffers, AFailedCopyFailsItsRequestAloneAndTheRingGoesOn) {
