@@ -156,6 +156,19 @@ def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "here" / "and" / "there" / "checkpoint.json").exists()
 
 
+def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:
+    run = Run("split", "exact").train(1)
+    (tmp_path / "store").mkdir()
+    run.save(tmp_path / "store" / "a").wait()
+    (tmp_path / "latest").symlink_to(tmp_path / "store" / "a")
+    want = run.train(1).bits()
+    run.save(tmp_path / "latest", overwrite=True).wait()
+    assert (tmp_path / "latest").is_symlink()
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["a"]
+    for place in ("latest", "store/a"):
+        assert_same(Run("split", "exact", seed=1).load(tmp_path / place).bits(), want)
+
+
 def test_a_directory_that_fills_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("split", "exact").train(1)
     real = disk.put_in_place
@@ -362,6 +375,7 @@ def test_arguments(tmp_path: Path) -> None:
         (lambda f: f(model, optimizer, None, there, scheduler=[run]), "scheduler: got Run"),
         (lambda f: f(model, optimizer, None, 3), "path of a directory"),
         (lambda f: f(model, optimizer, None, ""), "path of a directory"),
+        (lambda f: f(model, optimizer, None, "/"), "beside which"),
         (lambda f: f(model, optimizer, None, there, rng_state=1), "rng_state"),
     ):
         for function in (roundpipe.save, roundpipe.load):

@@ -184,6 +184,17 @@ def test_loading_waits_for_the_writer(tmp_path: Path, writer: Writer) -> None:
         assert_same(loaded("split", "exact", tmp_path / str(number)), want)
 
 
+def test_loading_what_is_being_written_waits(tmp_path: Path, writer: Writer) -> None:
+    other = Run("split", "exact", seed=3)
+    run = Run("split", "exact").train(2)
+    want = run.bits()
+    writer.stop_at(0)
+    run.save(tmp_path / "a")
+    writer.while_stopped(lambda: other.load(tmp_path / "a"))
+    assert writer.asked
+    assert_same(other.bits(), want)
+
+
 @pytest.mark.parametrize("how", ["split", "adamw"])
 def test_an_edit_by_the_caller_is_noticed(tmp_path: Path, writer: Writer, how: str) -> None:
     """Nothing holds his hand, so the save fails; the checkpoint before stays, and training goes on with the edit."""

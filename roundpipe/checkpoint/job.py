@@ -155,6 +155,13 @@ def wait_for_saves_of(parameters: Set[int]) -> None:
             handle.wait_quietly()
 
 
+def wait_for_saves_to(directory: Path) -> None:
+    """Blocks while a checkpoint of this name is being written."""
+    for handle in list(_running):
+        if handle.directory == directory:
+            handle.wait_quietly()
+
+
 class SaveJob:
     """Writes ``groups`` into the files of ``layouts`` (by kind), and ``others`` (name -> bytes), in ``beside``.
 

@@ -11,6 +11,7 @@ from ..errors import CheckpointError, CheckpointMismatch, ConfigTypeError
 from ..grad_scaler import GradScaler
 from ..model import RoundPipe
 from . import small_state
+from .job import wait_for_saves_to
 from .manifest import Contents, open_checkpoint
 from .names import ModelNames, names_of
 from .optimizer_load import OptimizerLoad
@@ -31,10 +32,11 @@ def load(
 ) -> Any:
     """Loads a checkpoint of ``save``; training then goes on as it would have from there, bit for bit.
 
-    Waits for everything under way first. Weights, the optimizer's copies of them and its state are overwritten in
-    place; gradients that had accumulated are dropped. All headers and sizes are checked before anything is written.
-    With an optimizer, what an asynchronous step had left unpublished is unpublished again: ``model.synchronize()``
-    brings the newest weights to the host, as in training. Without one, the newest weights are loaded.
+    Waits for everything under way first, a save to this directory too. Weights, the optimizer's copies of them and its
+    state are overwritten in place; gradients that had accumulated are dropped. All headers and sizes are checked before
+    anything is written. With an optimizer, what an asynchronous step had left unpublished is unpublished again:
+    ``model.synchronize()`` brings the newest weights to the host, as in training. Without one, the newest weights are
+    loaded.
 
     Args:
         model: wrapped, with the names, shapes and dtypes of the saved one.
@@ -61,6 +63,7 @@ def load(
     if rng_state is not None and not isinstance(rng_state, bool):
         raise ConfigTypeError(f"load(rng_state=...): got {rng_state!r}, expected True, False or None")
     stateful = small_state.schedulers(scheduler)
+    wait_for_saves_to(path)
     contents = open_checkpoint(path)
     small = small_state.read(path)
     # In inference mode a write counts no version, by which everything else notices it.

@@ -129,7 +129,10 @@ def _check_arguments(model: object, scaler: object, directory: Any, max_shard_by
 def path_of(function: str, directory: Any) -> Path:
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise ConfigTypeError(f"{function}(directory=...): got {directory!r}, expected the path of a directory")
-    return Path(os.path.abspath(directory))
+    path = Path(os.path.realpath(directory))  # a link to a checkpoint stays, and what it leads to is replaced
+    if not path.name:
+        raise ConfigError(f"{function}(directory=...): {path} has no directory beside which a checkpoint is written")
+    return path
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
