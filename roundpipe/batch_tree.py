@@ -133,10 +133,10 @@ def _child_specs(tree: Any, level: _Level, spec: Any, name: str) -> Sequence[Any
 
 
 def reject_hidden_tensors(found: Sequence[Leaf]) -> None:
-    """Refuses leaves that hold tensors inside: they could be neither split nor moved to a device.
+    """Refuses leaves that hold tensors inside, or will make them: they could be neither split nor moved to a device.
 
     Raises:
-        SplitError: naming the leaf, its type and the way to register the type.
+        SplitError: naming the leaf, its type and what to do.
     """
     for leaf in found:
         value = leaf.value
@@ -147,8 +147,14 @@ def reject_hidden_tensors(found: Sequence[Leaf]) -> None:
                 f"{leaf.name} is a key/value cache ({type(value).__name__}), which layers write: microbatches would "
                 "see each other's tokens. Call the model with use_cache=False."
             )
+        kind = type(value)
+        if isinstance(value, Iterator):
+            raise SplitError(
+                f"{leaf.name} is an iterator ({kind.__qualname__}), which can be read only once, and computes its "
+                "values when it is read: in another microbatch, another layer, without the weights of the one that "
+                "made it. Give a list or a tuple of the values."
+            )
         if _holds_tensor(value, set()):
-            kind = type(value)
             plain = " or pass a plain dict, list or tuple" if isinstance(value, (Mapping, Sequence, Set)) else ""
             raise SplitError(
                 f"{leaf.name}: {kind.__module__}.{kind.__qualname__} holds tensors, but is not known to PyTorch's "

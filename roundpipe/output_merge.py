@@ -132,6 +132,9 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and one != one:
         return bool(other != other)
     try:
-        return bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # a comparison without one truth value, as of arrays
+        same = one == other
+        if hasattr(same, "all") and one.shape == other.shape:  # arrays of NumPy and the like compare by element
+            same = same.all()
+        return bool(same)
+    except (AttributeError, RuntimeError, ValueError, TypeError):  # a comparison without one truth value
         return False

@@ -125,6 +125,18 @@ def test_hidden_tensors_are_refused(value):
     assert type(value).__name__ in str(info.value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [(x for x in "ab"), map(str, [1]), zip([1], [2], strict=True), iter([torch.ones(1)]), iter({1: 2})],
+    ids=lambda value: type(value).__name__,
+)
+def test_iterators_are_refused(value):
+    with pytest.raises(SplitError, match="iterator") as info:
+        reject_hidden_tensors(leaves({"a": value}, "kwargs"))
+    assert "kwargs['a']" in str(info.value)
+    assert type(value).__name__ in str(info.value)
+
+
 def test_harmless_leaves_pass():
     cycle = Hidden("x")
     cycle.inner = cycle
