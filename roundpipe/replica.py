@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from .compiled import is_compiled, rebound
-from .errors import ConfigError
+from .errors import ConfigError, RoundPipeError
 
 # Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _MISSING = object()
+_MOVES = (nn.Module, nn.Parameter)
 
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes, hooks and flags of host modules, by id of the module."""
@@ -86,6 +87,23 @@ def _run_hooks(host: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def foreign_gradient(parameter: nn.Parameter) -> RoundPipeError:
+    """For a gradient of a parameter that is in no layer of the present stage."""
+    return RoundPipeError(
+        f"a parameter of shape {tuple(parameter.shape)} got a gradient that belongs to another layer, which is not in "
+        "this stage: a layer handed on a function or an object that computes with its weights later. Compute inside "
+        "the layer and hand on tensors, or register the parameter in both layers."
+    )
+
+
+def late_gradient(name: str) -> RoundPipeError:
+    """For a gradient that comes when those of its unit are on their way to the host."""
+    return RoundPipeError(
+        f"parameter {name!r} got a gradient after its unit was complete; a reentrant checkpoint inside a layer does "
+        "this: use torch.utils.checkpoint with use_reentrant=False."
+    )
+
+
 class LayerReplica:
     """The skeleton of one layer on one device. Used by that device's worker only."""
 
@@ -105,9 +123,13 @@ class LayerReplica:
     # -- structure -----------------------------------------------------------------------------------------------
     def _build(self) -> nn.Module:
         self._twins: dict[int, nn.Module] = {}
+        # And parameters, which follow at the next job: what the device has, by id of what the host has, and back.
+        self._moved: dict[int, Any] = self._twins
+        self._origins: dict[int, Any]
         self._compiled: dict[int, tuple[Any, Any]] = {}
         self._nodes = []
         root = self._make(self.layer)
+        self._origins = {id(twin): module for module, twin in self._nodes}
         self._given = [{} for _ in self._nodes]
         return root
 
@@ -147,11 +169,15 @@ class LayerReplica:
         """Follows structural changes of the host module; parameters of the skeleton become the device's objects."""
         if self._structure_changed():
             self._build_again()
+        self._moved = dict(self._twins)
+        self._origins = {id(twin): module for module, twin in self._nodes}
         for module, twin in self._nodes:
             own = twin._parameters
             for name, parameter in module._parameters.items():
                 own[name] = None if parameter is None else self._parameters.get(parameter)
                 if parameter is not None:
+                    self._moved[id(parameter)] = own[name]
+                    self._origins[id(own[name])] = parameter
                     self._parameters.follow_hooks(parameter)
 
     def _build_again(self) -> None:
@@ -184,29 +210,37 @@ class LayerReplica:
             homes = [module.__dict__] if noted is None else [module.__dict__, noted.setdefault(id(module), {})]
             for name, value in own.items():
                 if name not in _OWN and given.get(name, _MISSING) is not value:
+                    returned = self._exchanged(value, self._origins)
                     for home in homes:
-                        home[name] = value
+                        home[name] = returned
             if len(own) < len(given) + len(_OWN):
                 for name in given.keys() - own.keys():
                     for home in homes:
                         home.pop(name, None)
 
     def _rebind(self, value: Any) -> Any:
-        """Methods and modules of the host layer that stand in attributes become those of the skeleton."""
+        """Methods, modules and parameters of the host layer that stand in attributes, or in lists there (as nn.LSTM
+        keeps its weights), become those of the skeleton.
+        """
         if isinstance(value, types.MethodType):
             twin = self._twins.get(id(value.__self__))
             return value if twin is None else types.MethodType(value.__func__, twin)
-        if isinstance(value, nn.Module):
-            return self._twins.get(id(value), value)
         if is_compiled(value):
             known = self._compiled.get(id(value))
             if known is None:  # once: what it compiles is kept with it
                 known = self._compiled[id(value)] = (value, rebound(value, self._twins))
             return known[1]
-        if type(value) in (list, tuple) and any(isinstance(v, nn.Module) for v in value):
-            return type(value)(self._twins.get(id(v), v) if isinstance(v, nn.Module) else v for v in value)
-        if type(value) is dict and any(isinstance(v, nn.Module) for v in value.values()):
-            return {k: self._twins.get(id(v), v) if isinstance(v, nn.Module) else v for k, v in value.items()}
+        return self._exchanged(value, self._moved)
+
+    @staticmethod
+    def _exchanged(value: Any, others: dict[int, Any]) -> Any:
+        """``value`` with the modules and parameters in it, by id, exchanged."""
+        if isinstance(value, _MOVES):
+            return others.get(id(value), value)
+        if type(value) in (list, tuple) and any(isinstance(v, _MOVES) for v in value):
+            return type(value)(others.get(id(v), v) if isinstance(v, _MOVES) else v for v in value)
+        if type(value) is dict and any(isinstance(v, _MOVES) for v in value.values()):
+            return {k: others.get(id(v), v) if isinstance(v, _MOVES) else v for k, v in value.items()}
         return value
 
     # -- buffers -------------------------------------------------------------------------------------------------

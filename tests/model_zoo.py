@@ -119,7 +119,7 @@ class Case:
     make: Callable[[], nn.Sequential]
     batch: Callable[[int], tuple[tuple[Any, ...], Any]]
     loss_fn: Callable[[Any, Any], torch.Tensor]
-    shared: bool = False  # parameters shared over layers: the order of additions may differ
+    shared: bool = False  # the order of additions may differ: parameters shared over layers, strides of gradients
 
 
 def mse(out: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -205,6 +205,24 @@ def weight_norm() -> nn.Sequential:
     return nn.Sequential(norm(nn.Linear(8, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Linear(8, 4))
 
 
+class TakesOutput(nn.Module):
+    """Of a recurrent layer that hands its last state on as well."""
+
+    def forward(self, state: Any) -> torch.Tensor:
+        output, last = state
+        return output + (last if isinstance(last, torch.Tensor) else last[0]).sum(0)[:, None]
+
+
+def recurrent() -> nn.Sequential:
+    return nn.Sequential(
+        nn.LSTM(8, 8, num_layers=2, batch_first=True),
+        TakesOutput(),
+        nn.GRU(8, 8, batch_first=True),
+        TakesOutput(),
+        nn.Linear(8, 4),
+    )
+
+
 def _tokens(rows: int) -> tuple[tuple[Any, ...], Any]:
     return (torch.randint(0, 11, (rows, 5)),), torch.randint(0, 11, (rows, 5))
 
@@ -223,5 +241,6 @@ CASES: dict[str, Case] = {
     "shared_module": Case(shared_module, _rows(8, 4), mse, shared=True),
     "odd_outputs": Case(odd_outputs, _rows(8, 4), mse),
     "tuples": Case(tuples, _rows(8, 4), mse),
+    "recurrent": Case(recurrent, lambda rows: ((torch.randn(rows, 3, 8),), torch.randn(rows, 3, 4)), mse, shared=True),
     "weight_norm": Case(weight_norm, _rows(8, 4), mse),
 }

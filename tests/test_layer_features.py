@@ -122,6 +122,54 @@ def test_attributes_assigned_in_a_forward_are_seen_on_the_host_module() -> None:
     assert layer.calls == 13 and layer.runs == 12  # with those of recompute
 
 
+class KeepsWeights(nn.Module):
+    """Computes with its weights through plain attributes, as nn.LSTM does with its `_flat_weights`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.gain = nn.Parameter(torch.full((6,), 1.5))
+        self.in_list = [self.inner.weight, "text"]
+        self.in_tuple = (self.gain, 3)
+        self.in_dict = {"bias": self.inner.bias}
+        self.__dict__["alias"] = self.gain
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [self.in_list[0], self.in_tuple[0], self.in_dict["bias"], self.alias]
+        self.seen += [weight.data_ptr() for weight in weights]
+        self.assigned = [self.gain, self.inner]
+        return nn.functional.linear(x, weights[0], weights[2]) * weights[1] + weights[3]
+
+
+def test_weights_in_plain_attributes_are_those_of_the_device() -> None:
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(KeepsWeights(), nn.Tanh(), KeepsWeights(), nn.Tanh()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    wrapped = RoundPipe(model)
+    got, want = both(wrapped, plain, (torch.randn(8, 6),), loss_fn=square)
+    oracle.assert_close_to_scale(got, want, "loss")
+    wrapped.synchronize()
+    oracle.assert_same_gradients(model, plain)
+    host = {p.data_ptr() for p in model.parameters()}
+    for layer in (model[0], model[2]):
+        assert layer.seen and not host & set(layer.seen)
+        assert layer.in_list[0] is layer.inner.weight and layer.alias is layer.gain
+        assert layer.assigned[0] is layer.gain and layer.assigned[1] is layer.inner
+
+
+def test_recurrent_layers_compute_with_the_weights_of_the_device() -> None:
+    seen = []
+    model = nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 4, num_layers=2, bidirectional=True))
+    model[1].register_forward_hook(lambda module, *_: seen.extend(w.data_ptr() for w in module._flat_weights))
+    wrapped = RoundPipe(model)
+    wrapped.forward_backward((torch.randn(8, 6),), loss_fn=lambda out, _: out[0].square().sum())
+    wrapped.synchronize()
+    host = list(model[1].parameters())
+    assert seen and not {p.data_ptr() for p in host} & set(seen)
+    assert all(mine is weight for mine, weight in zip(model[1]._flat_weights, host, strict=True))
+
+
 def test_no_assignment_is_lost_where_the_last_forward_meets_the_first_recompute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

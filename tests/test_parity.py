@@ -146,7 +146,7 @@ def test_exact_training_equals_plain(name: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", ["mlp", "decoder", "frozen"])
+@pytest.mark.parametrize("name", ["mlp", "decoder", "frozen", "recurrent"])
 def test_async_training_is_one_step_stale(name: str, devices: int) -> None:
     """Iteration t computes with the weights of step t-2's result; the oracle keeps a stale copy for that."""
     roundpipe.use_devices(f"host:{devices}")
