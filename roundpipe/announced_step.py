@@ -18,6 +18,7 @@ from torch import Tensor
 from . import _ops
 from .engine import Engine
 from .errors import ConfigError, PartialStepError, RoundPipeError
+from .gradient_layout import refuse_frozen
 from .interrupts import uninterrupted
 from .optim.compact_update import Numbers, find_update
 from .optimizer_thread import PUBLISH, TAKE, OptimizerTask
@@ -129,10 +130,11 @@ def announce(state: TrainingState, optimizer: CompactOptimizer) -> AnnouncedStep
             "forward_backward(step=...) updates layers before all gradients are there, so there is no global norm: "
             "set optimizer.max_grad_norm = None, or call model.step(optimizer) after forward_backward."
         )
+    refuse_frozen(state)
     optimizer.ensure_state(state.drain)
     state.publish_shadows()  # this call, too, computes with the newest weights
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-    return AnnouncedStep(state._engine(), optimizer._memory, state.window, numbers)
+    return AnnouncedStep(state.open_engine(), optimizer._memory, state.window, numbers)
 
 
 def dispatched(state: TrainingState, step: AnnouncedStep, call: Call) -> None:

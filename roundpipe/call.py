@@ -89,7 +89,8 @@ class Call:
         self.preserve_rng = preserve_rng
         self.keeps_graph = keeps_graph
         self.keeps_outputs = keeps_outputs
-        self.window = window
+        self.window = window  # until the jobs are open; it holds this call
+        self.joined = window is not None  # brings gradients to a window
         self.predecessor = predecessor  # the training call before, of this window or the last, that has not settled
         self.probe = probe
         self.gradient_stats: GradientStats | None = None  # None: nobody wants them
@@ -167,7 +168,7 @@ class Call:
         """Deals out the backward stages of a "train" call. ``grads``: for each microbatch those of the outputs."""
         jobs = [StageJob(self, Phase.BACKWARD, *where) for where in self._later]
         self._later = []
-        self.window, self.predecessor = window, predecessor
+        self.window, self.joined, self.predecessor = window, True, predecessor
         for microbatch, found in enumerate(grads):
             self.put_gradient(microbatch, len(self.layers), found)
         self.settled = False
@@ -205,6 +206,7 @@ class Call:
         else:
             if self.announced is not None:
                 self.announced.take_tickets(self, jobs)
+        self.window = None  # neither it nor a job may refer back here: with the model all memory goes, at once
         handles = [job.handle for job in jobs if job.handle]
         self._finalizer = weakref.finalize(self, _forget_jobs, handles)
         self._finalizer.atexit = False  # the engine ends there, and with it all jobs
@@ -404,7 +406,6 @@ class Call:
         self.buffer_undos.clear()
         self.advisor = None
         self.predecessor = None
-        self.window = None  # which holds this call
 
     def counters(self) -> str:
         """Where every job is and the tickets of every unit, for the watchdog."""
@@ -460,7 +461,7 @@ class Call:
                     self.lost(error, device=job.device, stage=job.position)
         with uninterrupted():
             self.settled = True
-            self.jobs = []  # they refer to the call: what it holds must go with its last user, not with the collector
+            self.jobs = []
             if self._finalizer is not None:
                 self._finalizer()
 

@@ -1,4 +1,6 @@
-"""Gradients that autograd leaves on the host's own parameters, where the caller computes with the weights himself."""
+"""``.grad`` of the host's own parameters: where sums are shown, and where autograd leaves gradients of what the caller
+computes with the weights himself.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,66 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .window import Window
+
 if TYPE_CHECKING:
     from .training_state import TrainingState
     from .units import Unit
+
+
+def show_gradients(state: TrainingState) -> None:
+    """``.grad`` of the host parameters becomes a view of what has accumulated; all calls have ended."""
+    for unit in state.units:
+        image = state.window.image(unit)
+        touched = state.window.touched(unit)
+        views = None if image is None else unit.gradient_views(image)
+        for position, parameter in enumerate(unit.trainable_parameters):
+            parameter.grad = views[position] if views is not None and position in touched else None
+    state.grads_shown = True
+
+
+def adopt_shown_gradients(state: TrainingState) -> None:
+    """The user saw ``.grad``: what he set, changed or cleared there is what the next call adds to."""
+    state.drain()
+    _unalias(state)
+    window = Window()
+    for unit in state.units:
+        image = state.window.image(unit)
+        given = {i: p.grad for i, p in enumerate(unit.trainable_parameters) if p.grad is not None}
+        if given:
+            if image is None:
+                image = unit.gradient_image(None)
+            views = unit.gradient_views(image)
+            with torch.no_grad():
+                for position, view in enumerate(views):
+                    grad = given.get(position)
+                    if grad is None:
+                        view.zero_()
+                    elif grad.data_ptr() != view.data_ptr():
+                        view.copy_(grad.to_dense())
+            window.base[unit.key] = (image, set(given))
+        for parameter in unit.trainable_parameters:
+            parameter.grad = None
+    state.window = window
+    state.grads_shown = False
+
+
+def _unalias(state: TrainingState) -> None:
+    """Gradients in the images, but not where they were shown (swapped, transposed), get memory of their own."""
+    images = [(unit, image) for unit in state.units if (image := state.window.image(unit)) is not None]
+    storages = {image.untyped_storage().data_ptr() for _, image in images}
+    shown = {
+        id(parameter): view
+        for unit, image in images
+        for parameter, view in zip(unit.trainable_parameters, unit.gradient_views(image), strict=True)
+    }
+    for unit in state.units:
+        for parameter in unit.trainable_parameters:
+            grad, view = parameter.grad, shown.get(id(parameter))
+            if grad is None or grad.layout != torch.strided or grad.untyped_storage().data_ptr() not in storages:
+                continue
+            if view is None or (grad.data_ptr(), grad.stride()) != (view.data_ptr(), view.stride()):
+                parameter.grad = grad.clone()
 
 
 def fold_host_gradients(state: TrainingState) -> None:

@@ -72,7 +72,7 @@ class OptimizerParameters:
         for unit in self._units:
             for index in unit.trainable:
                 host, layout = unit.parameters[index], unit.layouts[index]
-                if id(host) in self._made:
+                if id(host) in self._made or not host.requires_grad:
                     continue
                 dtype = self.dtype if self.dtype is not None and host.is_floating_point() else host.dtype
                 flat = _ops.host_empty([host.numel()], dtype)

@@ -80,7 +80,7 @@ def _forward(
     pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
     inputs = _inputs(engine, pieces)
     call = _make_call(state, engine, config, inputs, [], _no_loss, keeps_graph=True, keeps_outputs=True)
-    call.window = None  # joined at the time of the backward
+    call.window, call.joined = None, False  # it joins one at the time of the backward
     call.advisor = OomAdvisor(state, config, "train", args, kwargs, None, None)
     made.append(call)
     with abandoned_on_error(call):

@@ -22,13 +22,13 @@ from torch import nn
 from . import _ops, errors, layer_call, spans
 from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
 from .buffers import LayerBuffers
-from .errors import RoundPipeError
 from .job_place import Place
 from .job_probe import JobProbe
 from .live_memory import counted
 from .loss_call import call_loss
 from .oom_state import note_use, outside_bytes
 from .recompute import RecomputeScope
+from .replica import foreign_gradient, late_gradient
 from .units import Unit
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class StageJob:
             self._gradients.clear()
             worker.check = None
             self.place.state = "ended"
+            del self.call  # which holds this job: what both hold must go with its last user, not with the collector
             call.job_finished(self, worker)
 
     def _located(self, error: torch.OutOfMemoryError, worker: Worker) -> errors.DeviceOutOfMemory:
@@ -447,13 +448,14 @@ class StageJob:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """Autograd added to a gradient (on its own thread on a GPU); called once a backward and parameter."""
-        unit, position = self._owner[id(parameter)]
+        owner = self._owner.get(id(parameter))
+        if owner is None:
+            self._hook_failure = foreign_gradient(parameter)
+            return
+        unit, position = owner
         self.call.touched.setdefault(unit.key, set()).add(position)
         if unit.key in self._handed:
-            self._hook_failure = RoundPipeError(
-                f"parameter {unit.names[unit.trainable[position]]!r} got a gradient after its unit was complete; a "
-                "reentrant checkpoint inside a layer does this: use torch.utils.checkpoint with use_reentrant=False."
-            )
+            self._hook_failure = late_gradient(unit.names[unit.trainable[position]])
             return
         if not self._last or parameter.grad is not self._gradients[unit.key][position]:
             return

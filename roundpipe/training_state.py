@@ -20,7 +20,8 @@ from .compact_training import CompactTraining
 from .devices import devices
 from .engine import Engine
 from .errors import ConfigError, DeviceOutOfMemory, PartialStepError
-from .host_gradients import fold_host_gradients
+from .gradient_layout import include_frozen, relayout
+from .host_gradients import adopt_shown_gradients, fold_host_gradients, show_gradients
 from .host_placement import Placement
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
@@ -70,7 +71,7 @@ class TrainingState:
         self._tasks: list[OptimizerTask] = []
         self._unpublished = False
         self.generation = 0  # counts what changes the weights that a call sees
-        self._grads_shown = False
+        self.grads_shown = False
         self.saving: SaveHandle | None = None  # the newest checkpoint, written or not
         self.whole_call = False  # the model's own forward runs, and has prepared
         self.host_read: set[int] = set()  # units that the caller computes with himself, by key
@@ -116,9 +117,9 @@ class TrainingState:
         engine = self._follow_engine()
         self.adopt_edits()
         if any(not unit.layout_is_current() for unit in self.units):
-            self._relayout()
-        if self._grads_shown:
-            self._adopt_shown_gradients()
+            relayout(self)
+        if self.grads_shown:
+            adopt_shown_gradients(self)
         else:
             fold_host_gradients(self)
         self.host_buffers.refresh(engine)
@@ -140,44 +141,7 @@ class TrainingState:
             self.attach(engine)
         return engine
 
-    def _relayout(self) -> None:
-        """requires_grad of some parameter changed."""
-        self._publish_pending()  # of parameters that are frozen now too
-        self.raise_failures()
-        self.generation += 1
-        for unit in self.units:
-            if not unit.layout_is_current():
-                self._relayout_unit(unit)
-        for worker in self._engine().workers:
-            worker._views.clear()
-        self.measurements.sizes.forget()
-        self.plans.clear()
-
-    def _relayout_unit(self, unit: Unit) -> None:
-        image, touched = self.window.image(unit), self.window.touched(unit)
-        views = [] if image is None or self._grads_shown else unit.gradient_views(image)  # shown: they stand in .grad
-        sums = {id(p): (p, views[i]) for i, p in enumerate(unit.trainable_parameters) if views and i in touched}
-        self.window.forget(unit)
-        unit.layout_gradients()
-        unit.open(self._engine().handle)
-        if not self._grads_shown:
-            for parameter in unit.trainable_parameters:
-                if id(parameter) not in sums and parameter.grad is not None:  # kept since it was frozen
-                    sums[id(parameter)], parameter.grad = (parameter, parameter.grad), None
-        if not sums:
-            return
-        positions = {id(p): i for i, p in enumerate(unit.trainable_parameters)}
-        if positions.keys() & sums.keys():
-            kept = unit.gradient_image(None)
-            for view, parameter in zip(unit.gradient_views(kept), unit.trainable_parameters, strict=True):
-                if id(parameter) in sums:
-                    view.copy_(sums[id(parameter)][1])
-            self.window.base[unit.key] = (kept, {i for key, i in positions.items() if key in sums})
-        for key, (parameter, total) in sums.items():
-            if key not in positions:  # as in PyTorch, a frozen parameter keeps the gradient that it has
-                parameter.grad = total.clone()
-
-    def _engine(self) -> Engine:
+    def open_engine(self) -> Engine:
         assert self.engine is not None
         return self.engine
 
@@ -236,40 +200,6 @@ class TrainingState:
                     unit.follow_publishes()
 
     # -- gradients on the host model -----------------------------------------------------------------------------
-    def show_gradients(self) -> None:
-        """``.grad`` of the host parameters becomes a view of what has accumulated; all calls have ended."""
-        for unit in self.units:
-            image = self.window.image(unit)
-            touched = self.window.touched(unit)
-            views = None if image is None else unit.gradient_views(image)
-            for position, parameter in enumerate(unit.trainable_parameters):
-                parameter.grad = views[position] if views is not None and position in touched else None
-        self._grads_shown = True
-
-    def _adopt_shown_gradients(self) -> None:
-        """The user saw ``.grad``: what he set, changed or cleared there is what the next call adds to."""
-        self.drain()
-        window = Window()
-        for unit in self.units:
-            image = self.window.image(unit)
-            given = {i: p.grad for i, p in enumerate(unit.trainable_parameters) if p.grad is not None}
-            if given:
-                if image is None:
-                    image = unit.gradient_image(None)
-                views = unit.gradient_views(image)
-                with torch.no_grad():
-                    for position, view in enumerate(views):
-                        grad = given.get(position)
-                        if grad is None:
-                            view.zero_()
-                        elif grad.data_ptr() != view.data_ptr():
-                            view.copy_(grad.to_dense())
-                window.base[unit.key] = (image, set(given))
-            for parameter in unit.trainable_parameters:
-                parameter.grad = None
-        self.window = window
-        self._grads_shown = False
-
     def zero_grad(self, set_to_none: bool) -> None:
         self.raise_failures()
         for call in self.window.calls:
@@ -285,12 +215,12 @@ class TrainingState:
     # -- steps ---------------------------------------------------------------------------------------------------
     def ensure_optimizer_parameters(self) -> None:
         self._refuse_beside_compact()
-        self._publish_pending()
+        self.publish_pending()
         self.optimizer.ensure()
 
     def _refuse_beside_compact(self) -> None:
         if self.compact.memory is not None:
-            self._publish_pending()
+            self.publish_pending()
             self._forget_ended()  # steps under way keep the memory of an optimizer that is gone
             self.compact.refuse_others()
 
@@ -299,6 +229,7 @@ class TrainingState:
             raise ConfigError("step() was called inside a step function; call it on the main thread")
         self.prepare()
         self._refuse_beside_compact()
+        include_frozen(self)
         if not self.optimizer:
             if self.window:
                 raise ConfigError(
@@ -320,7 +251,7 @@ class TrainingState:
     ) -> None:
         self.generation += publish_first or publish_last
         task = StepTask(
-            self._engine(),
+            self.open_engine(),
             self.optimizer,
             self.units,
             window,
@@ -337,21 +268,22 @@ class TrainingState:
     def attach_optimizer(self, memory: CompactMemory) -> None:
         """A compact optimizer was made for this model; whatever trained it before does so no more."""
         self.raise_failures()
-        self._publish_pending()
+        self.publish_pending()
         self.compact.attach(memory)
         self.optimizer = OptimizerParameters(self.units, self.optimizer.dtype)
 
     def compact_step(self, optimizer: CompactOptimizer, is_async: bool, scaler: GradScaler | None) -> None:
         self.prepare()
+        include_frozen(self)
         optimizer.ensure_state(self.drain)
         with uninterrupted():
             self.generation += self.compact.has_pending or not is_async
             scaling = None if scaler is None or not scaler.is_enabled() else scaler.scaling_of(optimizer)
-            step = self.compact.step(self._engine(), self.units, self.window, optimizer, is_async, scaling)
+            step = self.compact.step(self.open_engine(), self.units, self.window, optimizer, is_async, scaling)
             self.window = Window()
             self._submit(step)
 
-    def _publish_pending(self) -> None:
+    def publish_pending(self) -> None:
         """The newest weights reach the host."""
         if self._unpublished:
             self._follow_engine()
@@ -367,7 +299,7 @@ class TrainingState:
             self._follow_engine()
             with uninterrupted():
                 self.generation += 1
-                self._submit(self.compact.publish(self._engine(), self.units))
+                self._submit(self.compact.publish(self.open_engine(), self.units))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
     def settle(self) -> None:
@@ -416,7 +348,7 @@ class TrainingState:
         if (
             running
             and not optimizer_thread.is_current()
-            and all(w.thread is not thread for w in self._engine().workers)
+            and all(w.thread is not thread for w in self.open_engine().workers)
         ):
             for task in running:
                 task.wait()
@@ -426,19 +358,19 @@ class TrainingState:
         self.drain()
         self.raise_failures()
         self.adopt_edits()
-        self._publish_pending()
+        self.publish_pending()
         self.raise_failures()
-        if self._grads_shown:
-            self._adopt_shown_gradients()
+        if self.grads_shown:
+            adopt_shown_gradients(self)
         else:
             fold_host_gradients(self)
-        self.show_gradients()
+        show_gradients(self)
         self._forget_ended()
         engines.current().raise_reports()
 
     def unsettled_training_call(self) -> Call | None:
         """The newest call that brings gradients and is not known to have kept them."""
-        return next((c for c in reversed(self._calls) if c.window is not None and not c.settled), None)
+        return next((c for c in reversed(self._calls) if c.joined and not c.settled), None)
 
     def _forget_ended(self) -> None:
         kept = []
@@ -468,7 +400,7 @@ class TrainingState:
             # failed counts, as in PyTorch.
             self._unpublished = bool(self.optimizer)
             self.compact.recover(failed)
-            self._publish_pending()
+            self.publish_pending()
         if error is not None:
             raise error
 
@@ -495,8 +427,8 @@ class TrainingState:
 
     def _recover(self) -> None:
         """Undoes failed calls. What earlier calls of their window accumulated stays, see Note [Two images]."""
-        if not self._engine().closed:
-            self._engine().wait_idle()
+        if not self.open_engine().closed:
+            self.open_engine().wait_idle()
         with uninterrupted():
             self._undo()
 
@@ -509,7 +441,7 @@ class TrainingState:
         self.window = survivor
         self._calls.clear()
         self._tasks.clear()
-        if not self._engine().closed:
+        if not self.open_engine().closed:
             for unit in self.units:
                 _ops.unit_new_epoch(unit.handle)
 

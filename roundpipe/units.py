@@ -9,7 +9,7 @@ the host they are packed the same way in pinned memory, so that a unit moves in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -114,16 +114,22 @@ class Unit:
         self.layout_gradients()
 
     # -- gradients -----------------------------------------------------------------------------------------------
-    def layout_gradients(self) -> None:
-        """Packs the gradients of those parameters that now require grad; drops what had accumulated."""
-        self.trainable = [i for i, p in enumerate(self.parameters) if p.requires_grad]
+    def layout_gradients(self, frozen: Container[int] = ()) -> None:
+        """Packs the gradients of those parameters that now require grad; drops what had accumulated.
+
+        ``frozen``: parameters (by id) that count as if they required grad.
+        """
+        self.trainable = self._wanted(frozen)
         self.gradient_layouts, self.gradient_bytes = layouts_of([self.parameters[i].detach() for i in self.trainable])
         self._images = []
         self.gradients = GradientState(None, [False] * len(self.trainable))
 
-    def layout_is_current(self) -> bool:
+    def layout_is_current(self, frozen: Container[int] = ()) -> bool:
         """Whether requires_grad of every parameter is as it was when the gradients were packed."""
-        return self.trainable == [i for i, p in enumerate(self.parameters) if p.requires_grad]
+        return self.trainable == self._wanted(frozen)
+
+    def _wanted(self, frozen: Container[int]) -> list[int]:
+        return [i for i, p in enumerate(self.parameters) if p.requires_grad or id(p) in frozen]
 
     def gradient_image(self, other_than: torch.Tensor | None) -> torch.Tensor:
         """A gradient image to write while ``other_than`` holds the sum of the calls before; made on first need."""

@@ -352,3 +352,33 @@ def test_a_layer_larger_than_the_device_is_an_error_of_memory() -> None:
     torch.manual_seed(0)
     oracle.forward_backward(list(plain), (x,), loss_fn=lambda out, _: out.sum(), num_microbatch=2)
     oracle.assert_same_gradients(wrapped.model, plain)
+
+
+class HandsOnAFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return lambda: self.linear(x)
+
+
+class Calls(nn.Module):
+    def forward(self, function: Any) -> torch.Tensor:
+        return function()
+
+
+def test_a_layer_that_computes_with_the_weights_of_another_stage() -> None:
+    roundpipe.use_devices("host:1")
+    wrapped = RoundPipe(nn.Sequential(HandsOnAFunction(), Calls(), nn.Linear(WIDTH, WIDTH)))
+    x, _ = batch(0)
+    cut, whole = plan_of([(0, 1)], [(1, 3), (0, 1)]), plan_of([], [(0, 3)])
+    with pytest.raises(StageError, match=r"layer 1.*belongs to another layer.*hand on tensors"):
+        wrapped.forward_backward(
+            (x,), loss_fn=lambda out, _: out.sum(), run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=cut)
+        )
+    wrapped.forward_backward(
+        (x,), loss_fn=lambda out, _: out.sum(), run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=whole)
+    )
+    wrapped.synchronize()
+    assert wrapped.model[0].linear.weight.grad is not None

@@ -89,3 +89,39 @@ def test_a_wrapper_and_its_memory_go_with_its_name(kind: str) -> None:
     while alive[2]() is not None and time.monotonic() < deadline:
         time.sleep(0.01)  # as above
     assert [ref() for ref in alive] == [None] * 3
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("kind", ["call", "two calls", "backward", "function", "compact", "announced"])
+def test_a_wrapper_that_is_dropped_at_work_takes_its_memory_along(kind: str) -> None:
+    """Nobody has waited for its calls and steps, nor will."""
+    roundpipe.use_devices("host:2")
+    wrapped = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer: Any = None
+    if kind == "function":
+        with roundpipe.OptimizerCtx():
+            optimizer = torch.optim.Adam(wrapped.parameters())
+    elif kind in ("compact", "announced"):
+        optimizer = roundpipe.optim.Adam(wrapped)
+    x = torch.randn(4, 4)
+    step = None
+    for _ in range(1 if kind in ("call", "backward") else 2):
+        if kind == "backward":
+            wrapped(x).sum().backward()
+            continue
+        step = optimizer if kind == "announced" else None
+        wrapped.forward_backward((x,), loss_fn=lambda out, _: out.sum(), step=step)
+        if kind == "function":
+            wrapped.step(optimizer.step)
+        elif kind == "compact":
+            wrapped.step(optimizer)
+    state = wrapped._state
+    alive: list[Any] = [weakref.ref(one) for one in (wrapped, state, state.units[0], *state._calls)]
+    if kind in ("compact", "announced"):
+        alive.append(weakref.ref(optimizer._memory))
+    assert len(alive) > 3
+    del wrapped, optimizer, state, step
+    deadline = time.monotonic() + 20  # what is under way ends first
+    while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [ref() for ref in alive if ref() is not None] == []

@@ -248,6 +248,27 @@ def test_zero_grad_drops_what_is_accumulated_under_way_and_in_the_optimizer(set_
     assert_same(wrapped, plain)
 
 
+def test_gradients_shown_may_change_places() -> None:
+    wrapped, plain = RoundPipe(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))), None
+    plain = copy.deepcopy(wrapped.model)
+    x = torch.randn(8, 6)
+    for model in (wrapped, plain):
+        if model is wrapped:
+            model.forward_backward((x,), loss_fn=lambda out, _: out.square().sum())
+            model.synchronize()
+        else:
+            for piece in x.tensor_split(3):
+                plain(piece).square().sum().backward()
+        layers = list(model.layers) if model is wrapped else list(plain)
+        layers[0].weight.grad, layers[2].weight.grad = layers[2].weight.grad, layers[0].weight.grad
+        layers[1].weight.grad = layers[1].weight.grad.t()
+        layers[1].bias.grad = layers[1].weight.grad[0]
+    assert wrapped.model[0].weight.grad.data_ptr() != wrapped.model[2].weight.grad.data_ptr()
+    wrapped.forward_backward((torch.zeros(8, 6),), loss_fn=lambda out, _: 0.0 * out.sum())
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain)
+
+
 def test_gradients_shown_may_be_changed_replaced_and_cleared() -> None:
     wrapped, plain = RoundPipe(mlp()), mlp()
     step_both(wrapped, plain)

@@ -42,11 +42,14 @@ std::size_t index_of(TicketKind kind) {
 
 }  // namespace
 
-LayerClock::LayerClock(HappensBefore* checker) : checker_(checker) {}
+LayerClock::LayerClock(HappensBefore* checker) : checker_(checker) {
+  if (checker_ != nullptr) checker_->release(&epoch_, checker_->this_thread());
+}
 
 LayerClock::~LayerClock() {
   if (checker_ == nullptr) return;
   for (const Counter& counter : counters_) checker_->forget_token(&counter);
+  checker_->forget_token(&epoch_);
 }
 
 Ticket LayerClock::issue(TicketKind kind) {
@@ -80,6 +83,7 @@ TicketState LayerClock::state_locked(const Ticket& ticket) const {
 void LayerClock::acquire_waited(const Ticket& ticket) {
   if (checker_ == nullptr) return;
   const HappensBefore::Actor self = checker_->this_thread();
+  checker_->acquire(&epoch_, self);
   for (std::size_t kind = 0; kind < kTicketKinds; ++kind) {
     if (ticket.waits[kind] != 0) checker_->acquire(&counters_[kind], self);
   }
@@ -150,9 +154,17 @@ void LayerClock::new_epoch() {
                    std::to_string(counter.issued - counter.prefix - counter.early.size()) + " of " +
                    std::to_string(counter.issued) + " " + kKindNames[kind] +
                    " tickets are outstanding; complete or poison every issued ticket first");
+    if (checker_ != nullptr) checker_->acquire(&counter, checker_->this_thread());
   }
+  if (checker_ != nullptr) checker_->release(&epoch_, checker_->this_thread());
   ++epoch_;
   poisoned_.clear();
+}
+
+void LayerClock::acquire_finished() {
+  if (checker_ == nullptr) return;
+  std::lock_guard lock(mutex_);  // as finish() does after its release: what it released has been seen finished
+  for (const Counter& counter : counters_) checker_->acquire(&counter, checker_->this_thread());
 }
 
 std::uint64_t LayerClock::issued(TicketKind kind) const {

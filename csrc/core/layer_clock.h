@@ -12,6 +12,12 @@
 // poisoned, never reset: whoever waits for one in the same epoch gets kPoisoned; new_epoch(), called once all is
 // drained, ends the effect.
 //
+// Note [Where an epoch begins]
+//   A unit that is opened, or drained after a failure, comes from the hands of the thread that does it: what that
+//   thread knows to be over happens before every ticket of the epoch. Uploads of the same memory under an earlier
+//   clock, which the new one has never heard of, are ordered that way: acquire_finished() when the earlier unit is
+//   closed, then the new clock.
+//
 // Note [Finished prefixes]
 //   Tickets of one kind may finish out of order: uploads of one unit run on several devices, and an abort poisons
 //   tickets long before their turn. A bare count of completions would then let a late ticket stand in for an early one:
@@ -64,7 +70,9 @@ class LayerClock {
   // Each ticket finishes exactly once; a second time, or a ticket never issued, is InvalidArgument.
   void complete(const Ticket& ticket);
   void poison(const Ticket& ticket);
-  void new_epoch();  // requires that every issued ticket is complete or poisoned
+  void new_epoch();  // requires that every issued ticket is complete or poisoned; acquires them all
+  // The calling thread acquires every ticket that has finished, of whatever kind; Note [Where an epoch begins].
+  void acquire_finished();
 
   std::uint64_t issued(TicketKind kind) const;
   std::uint64_t completed(TicketKind kind) const;  // finished in any order, poisoned ones too
@@ -93,7 +101,7 @@ class LayerClock {
   mutable std::mutex mutex_;          // guards everything below but checker_, which never changes
   std::condition_variable advanced_;  // some ticket finished: waiters look again
   std::array<Counter, kTicketKinds> counters_{};
-  std::uint64_t epoch_ = 0;
+  std::uint64_t epoch_ = 0;               // its address is the token of what came before the epoch
   std::vector<PoisonedTicket> poisoned_;  // of the current epoch
   std::array<bool, 6> dropped_rules_{};
   std::shared_ptr<const std::function<void()>> observer_;  // shared, so that it is called without the lock

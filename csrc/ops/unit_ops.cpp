@@ -86,7 +86,10 @@ std::int64_t unit_open(std::int64_t engine, std::vector<Tensor> weights, std::ve
   return HandleRegistry::global().add(std::move(unit));
 }
 
-void unit_close(std::int64_t unit) { HandleRegistry::global().take<Unit>(unit, "unit"); }
+// The same weights may be opened as another unit, whose clock knows nothing of this one's uploads.
+void unit_close(std::int64_t unit) {
+  HandleRegistry::global().take<Unit>(unit, "unit")->unit().clock.acquire_finished();
+}
 
 std::vector<std::int64_t> unit_counters(std::int64_t unit) {
   const auto object = HandleRegistry::global().get<Unit>(unit, "unit");

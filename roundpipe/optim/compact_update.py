@@ -104,7 +104,8 @@ class SquareSum:
         self.image = image
         self._gradients = [flat_view(image, layout) for layout in unit.gradient_layouts]
         elements = sum(-(-gradient.numel() // _ALIGNMENT) * _ALIGNMENT for gradient in self._gradients)
-        self._sums = torch.zeros(-(-elements // _CHUNK), dtype=torch.float64)
+        # Not torch's memory: that may have been a tensor of a simulated device, which the race checker remembers.
+        self._sums = _ops.host_empty([-(-elements // _CHUNK)], torch.float64)
 
     def submit(self, engine: int, ticket: int) -> int:
         return _ops.update_square_sum(engine, [ticket], self._gradients, self._sums)

@@ -108,6 +108,50 @@ TEST(LayerClock, TicketsOfOneKindFinishInAnyOrder) {
   }
 }
 
+// A unit is opened anew when its gradients are laid out anew: the update of its weights comes after uploads that only
+// the clock before knew of, and the other way round no such order is made up.
+TEST(LayerClock, MemoryThatGetsAnotherClockStaysOrdered) {
+  for (const bool closed_properly : {true, false}) {
+    HappensBefore checker;
+    std::array<char, 64> weights{};
+    auto before = std::make_unique<LayerClock>(&checker);
+    std::thread([&] {
+      const Ticket upload = before->issue(kUpload);
+      checker.access(checker.this_thread(), Access::kRead, weights.data(), weights.size(), "upload");
+      before->complete(upload);
+    }).join();
+    if (closed_properly) before->acquire_finished();
+    LayerClock after(&checker);
+    const Ticket publish = after.issue(kPublish);
+    std::thread([&] {
+      ASSERT_EQ(after.state(publish), TicketState::kReady);
+      checker.access(checker.this_thread(), Access::kWrite, weights.data(), weights.size(), "update");
+      after.complete(publish);
+    }).join();
+    EXPECT_EQ(checker.take_reports().size(), closed_properly ? 0U : 1U);
+  }
+}
+
+TEST(LayerClock, AnEpochComesAfterAllThatTheOneBeforeDid) {
+  HappensBefore checker;
+  std::array<char, 64> gradients{}, weights{};
+  LayerClock clock(&checker);
+  std::thread([&] {
+    const Ticket write = clock.issue(kWrite);
+    checker.access(checker.this_thread(), Access::kWrite, gradients.data(), gradients.size(), "aborted download");
+    checker.access(checker.this_thread(), Access::kRead, weights.data(), weights.size(), "aborted upload");
+    clock.poison(write);
+  }).join();
+  clock.new_epoch();
+  checker.access(checker.this_thread(), Access::kRead, gradients.data(), gradients.size(), "the caller");
+  std::thread([&] {
+    const Ticket upload = clock.issue(kUpload);  // a kind that waits for no gradient
+    ASSERT_EQ(clock.state(upload), TicketState::kReady);
+    checker.access(checker.this_thread(), Access::kWrite, weights.data(), weights.size(), "whoever comes next");
+  }).join();
+  EXPECT_EQ(checker.take_reports(), std::vector<std::string>{});
+}
+
 TEST(LayerClock, MisuseIsNamed) {
   LayerClock clock;
   Ticket never = clock.issue(kTake);
