@@ -408,8 +408,8 @@ class TrainingState:
         """A device ran out of memory in ``call``: says what to change, and gives the regions back. Requires that
         failures were recovered from.
         """
-        if not self._engine().closed:
-            self._engine().drop_regions()
+        if not self.open_engine().closed:
+            self.open_engine().drop_regions()
         if call is not None and call.advisor is not None:
             call.advisor.advise(error, call)
 

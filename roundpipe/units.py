@@ -221,12 +221,10 @@ def build_units(layers: Iterable[nn.Module], placement: Placement) -> tuple[list
     Returns the units and, for each layer, the units it uses in the order of the layer's parameters.
 
     Raises:
-        ConfigError: a parameter is not on the CPU, is not strided, or two different Parameter objects share memory.
+        ConfigError: two different Parameter objects share memory.
         HostOutOfMemory: there is not enough memory to pin; all weights are in ordinary memory then.
     """
     found, groups, order = group_parameters(layers)
-    for name, parameter in found.values():
-        _check_parameter(name, parameter)
     _check_aliases(list(found.values()))
     units: dict[tuple[int, ...], Unit] = {}
     try:
@@ -262,6 +260,16 @@ def group_parameters(
     for key, used_by in sharers.items():
         groups.setdefault(used_by, []).append(key)
     return found, groups, [list({sharers[key]: None for key in keys}) for keys in seen]
+
+
+def check_parameters(layers: Iterable[nn.Module]) -> None:
+    """Before anything is asked of their sizes and storages, which not every kind of parameter has.
+
+    Raises ConfigError for a parameter that cannot be streamed.
+    """
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            _check_parameter(f"{index}.{name}", parameter)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -11,6 +11,7 @@ from .errors import HostOutOfMemory
 from .host_advice import explain
 from .host_placement import choose, instead_of_copying
 from .training_state import TrainingState, living_states
+from .units import check_parameters
 
 __all__ = ["place"]
 
@@ -19,8 +20,10 @@ def place(layers: list[nn.Module], optim_dtype: torch.dtype | None, pin_model: s
     """A new state, with the weights where ``pin_model`` wants them.
 
     Raises:
+        ConfigError: a parameter is not initialised, not on the CPU or not strided; nothing has moved.
         HostOutOfMemory: there is not enough host memory; the weights are in ordinary memory then.
     """
+    check_parameters(layers)
     engine = engines.current()
     placement = choose(pin_model, layers, name)
     try:
