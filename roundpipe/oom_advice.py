@@ -5,7 +5,7 @@ Note [Remedies]
   these fits alone, all of them together. Each is a configuration for the next call. Its peak is what memory_model says
   for layers that are run without values (layer_memory.py) on a microbatch of that size, under the plan that the call
   would use. Where a layer cannot be run so, what was counted of it is scaled; where nothing was counted, remedies come
-  without numbers. What would not lower the peak is left out.
+  without numbers. What would not lower the peak beside the least region is left out.
 
   The region of weights and gradients is large enough for two jobs, unless the prediction says that activations need
   the room (``Measurements.tight``). That is why a configuration that was predicted is remembered.
@@ -51,7 +51,7 @@ class Remedy:
     text: str
     """The same as code."""
     before_bytes: int | None
-    """Predicted peak of the fullest device without it; None: it could not be predicted."""
+    """Predicted peak of the fullest device as the call was made; None: it could not be predicted."""
     after_bytes: int | None
     """With it."""
     fits: bool | None
@@ -162,6 +162,8 @@ class Peaks:
         self._args, self._kwargs, self._label = args, kwargs, label
         self.rows = self._batch_size()
         self.present = self._peak(self._count, self._grain, self._plan)
+        # As it ran: with a region for two jobs, where that is allowed.
+        self.before = self._peak(self._count, self._grain, self._plan, squeezed=False)
 
     # -- predicting ----------------------------------------------------------------------------------------------
     def _split(self, count: int) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
@@ -210,7 +212,7 @@ class Peaks:
             found.append(LayerMemory.from_sizes(entry[1], entry[2]).scaled(size / entry[0]))
         return Measured(tuple(found), None)
 
-    def _peak(self, count: int, grain: str, plan: ModelExecutePlan) -> DevicePeak | None:
+    def _peak(self, count: int, grain: str, plan: ModelExecutePlan, *, squeezed: bool = True) -> DevicePeak | None:
         measured = self._measure(count)
         if measured is None:
             return None
@@ -226,7 +228,7 @@ class Peaks:
             in_flight=0 if engine.simulated else 1,
         )
         costs = self._state.layer_costs(self._advisor.run_type)
-        peak = predict_peak(costs, measured[0], run, capacity_bytes=self._capacity)
+        peak = predict_peak(costs, measured[0], run, capacity_bytes=self._capacity if squeezed else None)
         beside = (peak.use.ring_bytes or 0) + (peak.use.activations_bytes or 0) + (peak.use.buffers_bytes or 0)
         self._state.measurements.tight[plan_key(plan, count, grain)] = (beside, self._capacity)
         return peak
@@ -276,7 +278,7 @@ class Peaks:
         for remedy in candidates:
             if remedy.after_bytes is None:  # nothing is known: the first step of each kind
                 return remedy
-            if remedy.after_bytes >= WORTH * (remedy.before_bytes or 0):
+            if self.present is None or remedy.after_bytes >= WORTH * self.present.total_bytes:
                 continue
             if best is None or remedy.after_bytes < (best.after_bytes or 0):
                 best = remedy
@@ -342,10 +344,10 @@ class Peaks:
         text = f"RoundPipeRunConfig({', '.join(f'{name}={word}' for name, word in words.items())})"
         config = RoundPipeRunConfig(**changes)
         after = self._peak(count, grain, plan)
-        if after is None or self.present is None:
+        if after is None or self.before is None:
             return Remedy(config, text.replace("'", '"'), None, None, None)
         fits = self._capacity is None or after.total_bytes <= self._capacity
-        return Remedy(config, text.replace("'", '"'), self.present.total_bytes, after.total_bytes, fits)
+        return Remedy(config, text.replace("'", '"'), self.before.total_bytes, after.total_bytes, fits)
 
 
 class _Planned:

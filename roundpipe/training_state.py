@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Container
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
     from .run_config import ResolvedConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingState:
@@ -411,7 +415,10 @@ class TrainingState:
         if not self.open_engine().closed:
             self.open_engine().drop_regions()
         if call is not None and call.advisor is not None:
-            call.advisor.advise(error, call)
+            try:
+                call.advisor.advise(error, call)
+            except Exception:  # the failure itself must reach the caller, whatever the layers do without values
+                logger.warning("no advice on a device that ran out of memory could be made", exc_info=True)
 
     def _first_failure(self) -> BaseException | None:
         for task in self._tasks:

@@ -232,3 +232,47 @@ def test_nobody_holds_the_memory_after_the_error_is_gone() -> None:
     gc.collect()
     for worker in engines.current().workers:
         assert worker.memory is not None and worker.memory.live_bytes < 4096
+
+
+@pytest.mark.needs_cuda
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_capped_gpu_gives_advice_that_holds_and_adapts(adapts: bool) -> None:
+    """Eight blocks in one stage whose activations are several times the cap."""
+    roundpipe.use_devices("host:1")
+    RoundPipe(nn.Linear(1, 1))  # nothing of an earlier test's engine counts
+    roundpipe.use_devices("cuda:0")
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.manual_seed(0)
+    model = RoundPipe(nn.Sequential(*(zoo.perceptron(1024) for _ in range(8))))
+    x = torch.randn(16384, 1024)  # 64 MiB a boundary, 576 MiB in a block, 4.6 GiB in all
+    plan = zoo.stages_of(8)
+    plain = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    used = torch.cuda.memory_allocated(0)
+    cap = 3 << 30
+    torch.cuda.set_per_process_memory_fraction((used + cap) / total, 0)
+    try:
+        if adapts:
+            adapt = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan, on_oom="adapt")
+            loss = model.forward_backward((x,), label=x, loss_fn=zoo.loss_fn, run_config=adapt)
+            model.synchronize()
+            assert torch.isfinite(loss) and model._state.adapted
+            return
+        with pytest.raises(DeviceOutOfMemory, match="can be used") as caught:
+            model.forward_backward((x,), label=x, loss_fn=zoo.loss_fn, run_config=plain)
+            model.synchronize()
+        remedies = caught.value.remedies or ()
+        assert any(remedy.fits for remedy in remedies)
+        del caught
+        for remedy in remedies:
+            if not remedy.fits:
+                continue
+            gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()
+            zoo.drop_regions()
+            outside = torch.cuda.memory_allocated(0)
+            counted = zoo.counted_peak(model, x, plain.overridden_by(remedy.config)) - outside
+            assert remedy.after_bytes == pytest.approx(counted, rel=0.15), str(remedy)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
