@@ -38,7 +38,6 @@ from .window import Window
 
 if TYPE_CHECKING:
     from .checkpoint.job import SaveHandle
-    from .compact_step import Shadowed
     from .grad_scaler import GradScaler
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
@@ -305,35 +304,6 @@ class TrainingState:
                 self.generation += 1
                 self._submit(self.compact.publish(self.open_engine(), self.units))
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-    def settle(self) -> None:
-        """Blocks until nothing is under way, a save neither; publishes nothing. Raises what failed meanwhile."""
-        self.raise_failures()
-        self.drain()
-        self.wait_saved()
-        self.raise_failures()
-        self.adopt_edits()
-        self._forget_ended()
-
-    def wait_saved(self) -> None:
-        """Blocks until a save has read everything; does not raise for it."""
-        if self.saving is not None:
-            self.saving.wait_quietly()
-
-    @property
-    def unpublished(self) -> bool:
-        """Whether the optimizer's parameters are newer than the host weights."""
-        return self._unpublished
-
-    def leave_pending(self, memory: CompactMemory | None, restored: Shadowed) -> None:
-        """After a checkpoint was loaded: newer weights stand in the shadows of ``memory``, or in the optimizer's
-        parameters, as an asynchronous step leaves them."""
-        self.generation += 1
-        if memory is not None:
-            self.compact.leave_pending(memory, restored)
-        else:
-            self._unpublished = True
-
     # -- waiting and failing -------------------------------------------------------------------------------------
     def began(self, call: Call) -> None:
         self._calls.append(call)
@@ -344,6 +314,11 @@ class TrainingState:
             call.wait_jobs()
         for task in self._tasks:
             task.wait()
+
+    def wait_saved(self) -> None:
+        """Blocks until a save has read everything; does not raise for it."""
+        if self.saving is not None:
+            self.saving.wait_quietly()
 
     def wait_for_weights(self) -> None:
         """Blocks until no compact step is writing host weights; for the threads of the user."""

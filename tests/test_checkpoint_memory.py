@@ -15,6 +15,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch, roundpipe
+from roundpipe.checkpoint import snapshot
 from torch import nn
 
 def status(name):
@@ -44,13 +45,12 @@ for how in ("compact", "torch"):
     for _ in range(2):
         model.forward_backward((torch.randn(4, 1024).bfloat16(),), loss_fn=lambda out, _: out.float().square().mean())
         step()
-    state = model._state
-    state.settle()
+    snapshot.settle(model._state)
     target = Path(sys.argv[1]) / how
     peak = peak_of(lambda: roundpipe.save(model, optimizer, None, target).wait())
     found[how] = (peak, sum(path.stat().st_size for path in target.iterdir()))
     if how == "compact":
-        del model, optimizer, state, step, layers
+        del model, optimizer, step, layers
 print(json.dumps(found))
 roundpipe.save(model, optimizer, None, Path(sys.argv[1]) / "at exit")
 """

@@ -188,9 +188,13 @@ class OptimizerLoad:
                     layout = unit.layouts[unit.trainable[position]]
                     layout.shaped(unit.home(parameter)).copy_(previous.tensor(hosts[id(parameter)]))
                     restored.setdefault(unit.key, (unit, set()))[1].add(position)
-        if restored:
-            memory = self.optimizer._memory if isinstance(self.optimizer, CompactOptimizer) else None
-            state.leave_pending(memory, restored)
+        if not restored:
+            return
+        state.generation += 1
+        if isinstance(self.optimizer, CompactOptimizer):
+            state.compact.leave_pending(self.optimizer._memory, restored)
+        else:
+            state._unpublished = True
 
 
 def _plain(values: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

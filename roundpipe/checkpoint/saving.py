@@ -21,7 +21,7 @@ from .job import SaveHandle, SaveJob
 from .manifest import INDEX_NAME, MANIFEST_NAME, index, manifest
 from .names import names_of
 from .optimizer_state import add_optimizer, check_optimizer
-from .snapshot import KINDS, WEIGHTS, Snapshot, add_weights
+from .snapshot import KINDS, WEIGHTS, Snapshot, add_weights, settle
 from .tensor_file import shards
 
 
@@ -77,7 +77,7 @@ def save(
     stateful = small_state.schedulers(scheduler)
     with model._entered():
         state = model._state
-        state.settle()
+        settle(state)
         if optimizer is not None:
             check_optimizer(model, optimizer)
         _check_target(target, overwrite)

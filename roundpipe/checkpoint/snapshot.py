@@ -52,6 +52,15 @@ class Snapshot:
 STEP_FUNCTION = -1
 
 
+def settle(state: TrainingState) -> None:
+    """Blocks until nothing is under way, a save neither; publishes nothing. Raises what failed meanwhile."""
+    state.raise_failures()
+    state.drain()
+    state.wait_saved()
+    state.raise_failures()
+    state.adopt_edits()
+
+
 def unit_of_parameters(state: TrainingState) -> dict[int, Unit]:
     """By id of the parameter."""
     return {id(parameter): unit for unit in state.units for parameter in unit.parameters}
@@ -82,7 +91,7 @@ def add_weights(snapshot: Snapshot, state: TrainingState, names: ModelNames, tra
 def _pending(state: TrainingState) -> dict[int, tuple[torch.Tensor, int | None]]:
     """Where newer weights than the host's stand, by id of the parameter, and in which group (None: the unit's)."""
     found: dict[int, tuple[torch.Tensor, int | None]] = {}
-    if state.unpublished:
+    if state._unpublished:
         for unit in state.units:
             for parameter in unit.trainable_parameters:
                 own = state.optimizer.get(parameter)
