@@ -55,6 +55,10 @@ def update(optimizer: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_gradients_and_steps_equal_the_plain_model(name: str, devices: int) -> None:
+    if name == "bart":
+        from .transformers_version import skip_before
+
+        skip_before(5, 10, reason="it gives its embeddings of positions something that has no batch")
     roundpipe.use_devices(f"host:{devices}")
     case, wrapped, plain = twins(name)
     assert isinstance(wrapped, AutoRoundPipe) and len(wrapped.parts) > 4
@@ -354,6 +358,9 @@ def test_the_loss_of_a_transformers_model_runs_on_a_device() -> None:
 
 def test_collected_outputs_are_there_or_refused() -> None:
     """transformers collects hidden states at the blocks, which are parts, and attention weights inside them."""
+    from .transformers_version import skip_before
+
+    skip_before(5, 24, reason="T5 collects its outputs by itself")
     roundpipe.use_devices("host:2")
     case, wrapped, plain = twins("t5")
     batch = case.batch()

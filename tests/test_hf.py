@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -199,6 +200,36 @@ def test_trunk_that_computes_between_blocks_is_refused():
     model.model.__class__ = Doubling
     with pytest.raises(NotImplementedError, match="between block 0 and block 1"):
         causal_lm_to_sequential(model)[0](input_ids=make_batch()["input_ids"])
+
+
+def test_a_trunk_may_ask_which_kind_a_block_is():
+    """As trunks of mixed blocks do, to choose the mask that a block gets."""
+    plain_forward = transformers.LlamaModel.forward
+    asked = []
+
+    class Asking(transformers.LlamaModel):
+        @functools.wraps(plain_forward)
+        def forward(self, *args, **kwargs):
+            kinds = {type(block).__name__ for block in self.layers if isinstance(block, Special)}
+            asked.append([isinstance(block, Special) for block in self.layers])
+            assert all("Special" in kind for kind in kinds)
+            return plain_forward(self, *args, **kwargs)
+
+    model = make_model("llama")
+    plain_logits = model(**make_batch()).logits
+
+    class Special(type(model.model.layers[0])):
+        def __init__(self) -> None:
+            raise AssertionError("a stub is made without the block's own constructor")
+
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    model.model.layers[1].__class__ = Special
+    model.model.__class__ = Asking
+    assert torch.equal(run_layers(causal_lm_to_sequential(model), **make_batch()).logits, plain_logits)
+    assert len(asked) >= 4  # both probes, prefix and head; the head's trunk has stubs too
+    assert all(kinds in ([False, True, False], []) for kinds in asked)
 
 
 def test_only_causal_language_models_are_taken():

@@ -13,6 +13,7 @@ import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 from .architectures import BY_NAME, NOT_AS_BLOCKS, Architecture, combines_experts, make_batch, page
+from .transformers_version import skip_before
 
 PIECES = 2
 TOLERANCE = 1e-5
@@ -117,6 +118,8 @@ def test_training_equals_the_plain_model(name):
 
 @pytest.mark.parametrize("name", COMMON)
 def test_training_adapters_equals_the_plain_model(name):
+    if name == "DeepSeek-V3":
+        skip_before(5, 13, reason="its own forward fails with adapters on the router")
     architecture, number = BY_NAME[name], COMMON.index(name)
     attention = architecture.attention[(number + 1) % len(architecture.attention)]
     plain, streamed = (with_lora(m, architecture) for m in both(architecture, attention=attention))
@@ -149,5 +152,6 @@ def test_what_cannot_be_cut_into_blocks_says_so(architecture):
 
 
 def test_the_page_lists_what_is_tested():
+    skip_before(5, 24, reason="the page says what a newer version can do")
     written = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
     assert written == page(), "write it anew: python -m tests.architectures > docs/models.md"

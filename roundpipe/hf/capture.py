@@ -11,6 +11,7 @@ call makes its own stubs and its own `CallRecorder`, and grafts them into a shal
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -147,6 +148,9 @@ class BlockTraits:
     tuple_length: int | None
     """Length of the tuple that a block returns, None if it returns the hidden state alone."""
 
+    kinds: tuple[type, ...] = ()
+    """Each block's class (a trunk may ask which one it is)."""
+
     def __len__(self) -> int:
         return len(self.attributes)
 
@@ -157,19 +161,22 @@ class BlockTraits:
 
 def block_traits(blocks: Iterable[nn.Module], tuple_length: int | None) -> BlockTraits:
     """The traits of these blocks; holds none of their modules, parameters and buffers."""
-    attributes = []
+    attributes, kinds = [], []
     for block in blocks:
+        kinds.append(type(block))
         plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         plain.pop("training", None)
         attributes.append({k: v for k, v in plain.items() if not isinstance(v, (Tensor, nn.Module)) and k != "forward"})
-    return BlockTraits(tuple(attributes), tuple_length)
+    return BlockTraits(tuple(attributes), tuple_length, tuple(kinds))
 
 
 class Stub(nn.Module):
     """Stands in a block's place for one call; `on_call(index, args, kwargs)` gives its result."""
 
+    __call__ = nn.Module.__call__  # and not that of the block's class
+
     def __init__(self, index: int, attributes: dict[str, Any], on_call) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.__dict__.update(attributes)
         self._index = index
         self._on_call = on_call
@@ -178,9 +185,21 @@ class Stub(nn.Module):
         return self._on_call(self._index, args, kwargs)
 
 
+@functools.lru_cache(maxsize=256)
+def _stub_class(kind: type) -> type[Stub]:
+    """A stub that is, for `isinstance`, a block of this kind."""
+    try:
+        return type(f"StubOf{kind.__name__}", (Stub, kind), {})
+    except TypeError:  # a class that does not let others derive from it so
+        return Stub
+
+
 def stub_list(traits: BlockTraits, on_call) -> nn.ModuleList:
     """A list of stubs in the place of the list of blocks."""
-    return nn.ModuleList(Stub(index, attributes, on_call) for index, attributes in enumerate(traits.attributes))
+    return nn.ModuleList(
+        _stub_class(kind)(index, attributes, on_call)
+        for index, (kind, attributes) in enumerate(zip(traits.kinds, traits.attributes, strict=True))
+    )
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -26,7 +26,7 @@ def can_collect(trunk: nn.Module) -> bool:
         return False
     registry = capturing._CAN_RECORD_REGISTRY
     # At first a dictionary by the name of the class.
-    recorded = registry.get(str(type(trunk))) if isinstance(registry, dict) else registry.get(trunk)
+    recorded = registry.get(str(type(trunk))) if type(registry) is dict else registry.get(trunk)
     if _KEY not in (recorded or {}):
         return False
     capturing.maybe_install_capturing_hooks(trunk)
