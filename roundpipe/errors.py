@@ -242,7 +242,11 @@ def locate(
     if isinstance(original, torch.OutOfMemoryError):
         error = DeviceOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     elif isinstance(original, MemoryError) or HostOutOfMemory._PHRASE in str(original):
-        error = HostOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
+        from .host_advice import explain  # not at the top: it needs what raises these errors
+
+        error = explain(
+            HostOutOfMemory(message, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
+        )
     else:
         error = StageError(original, device=device, phase=phase, stage=stage, layer=layer, microbatch=microbatch)
     error.__cause__ = original

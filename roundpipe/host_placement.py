@@ -69,11 +69,11 @@ class Needs:
         return cls(weights, mapped, frozen, peak_of_copying(layers, mapped == 0), trained)
 
     def remedies(self, mode: str) -> list[Remedy]:
-        """What the other modes take less than ``mode`` while the model is wrapped."""
+        """What the other modes take less than ``mode`` while the model is wrapped, where that is worth a word."""
         takes = {"alloc": self.copying_bytes, "register": self.mapped_bytes, "off": 0}
         after = list(takes)[list(takes).index(mode) + 1 :]
         found = [(f'pin_model="{other}"', takes[mode] - takes[other]) for other in after]
-        return [remedy for remedy in found if remedy[1] > 0]
+        return [remedy for remedy in found if remedy[1] > takes[mode] // 100]
 
 
 class Placement:
