@@ -86,6 +86,7 @@ class Worker:
     def set_region(self, size_bytes: int) -> None:
         """Replaces the weight region. Only while no job is open."""
         self._views.clear()
+        self.parameters.leave_region()
         self.region = torch.empty(0, dtype=torch.uint8, device=self.device)
         _ops.engine_set_region(self.engine.handle, self.index, self.region)
         if self.memory is not None:

@@ -73,6 +73,12 @@ class DeviceParameters:
         if self.accumulated is not None:
             self.accumulated(parameter)  # type: ignore[arg-type]
 
+    def leave_region(self) -> None:
+        """The region that they were views of goes; the next job points them to another. Only while no job is open."""
+        for _, made in list(self._made.values()):
+            made.data = torch.empty(0, dtype=made.dtype, device=self.device)
+            made.grad = None
+
     def forget(self, hosts: list[nn.Parameter]) -> None:
         for host in hosts:
             self._made.pop(id(host), None)

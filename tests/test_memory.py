@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe
+from roundpipe import engine as engines
 
 WIDE = 1024
 ONE = WIDE * WIDE * 4  # bytes of one layer
@@ -71,6 +77,7 @@ def test_weights_in_place_are_told_apart() -> None:
 def test_it_agrees_with_the_system() -> None:
     """What the engine takes is what the process grows by."""
     roundpipe.use_devices("host:1")
+    roundpipe.optim.AdamW(RoundPipe(nn.Linear(2, 2)), lr=1e-3)  # imports what optimizers need
     model = RoundPipe(nn.Sequential(nn.Linear(WIDE, 16 * WIDE, bias=False)))
     for _ in range(2):  # both ends of the region, both gradient images
         call(model)
@@ -84,3 +91,103 @@ def test_it_agrees_with_the_system() -> None:
     assert taken >= 2 * 16 * ONE
     assert after.process_bytes - before.process_bytes == pytest.approx(taken, rel=0.05, abs=4 << 20)
     del model, optimizer
+
+
+CHILD = """
+import ctypes, gc, json, sys
+import torch
+from torch import nn
+import roundpipe
+from roundpipe import RoundPipe, engine as engines
+
+def resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    for line in open("/proc/self/smaps_rollup"):
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+
+def known():
+    report = roundpipe.memory_report()
+    (device,) = report.devices
+    # A simulated device's memory is the host's. Weights in place are the process's own.
+    return report.host.allocated_bytes + report.host.weights_in_place_bytes + device.region_bytes + device.tensors_bytes
+
+def train(width, layers, pin_model, calls):
+    model = RoundPipe(
+        nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]), pin_model=pin_model
+    )
+    optimizer = roundpipe.optim.AdamW(model, lr=1e-6)
+    for _ in range(2):
+        for _ in range(calls):
+            model.forward_backward((torch.ones(4, width),), loss_fn=lambda out, _: out.square().mean())
+        model.step(optimizer)
+    for _ in range(calls):  # the window stays open: its gradients, and what the last step left to be published
+        model.forward_backward((torch.ones(4, width),), loss_fn=lambda out, _: out.square().mean())
+    engines.current().wait_idle()
+    return model, optimizer
+
+roundpipe.use_devices("host:1@500MiB")
+engine = engines.current()
+engine.reserve_regions([240 << 20], [240 << 20])
+engine.workers[0].region.zero_()
+warm = train(16, 2, sys.argv[1], 2)
+before = resident() - known()
+model = train(1024, 12, sys.argv[1], int(sys.argv[2]))
+print(json.dumps(dict(system=resident() - before, report=known())))
+"""
+
+
+def test_a_region_that_was_too_small_is_not_kept() -> None:
+    """Not by the models that used it, either."""
+    roundpipe.use_devices("host:1@96MiB")
+    small = wrapped()
+    call(small)
+    small.synchronize()
+    worker = engines.current().workers[0]
+    storage = worker.region.untyped_storage()
+    size, pointer = storage.nbytes(), weakref.ref(storage)
+    del storage
+    large = RoundPipe(nn.Sequential(nn.Linear(WIDE, 4 * WIDE, bias=False)))
+    call(large)
+    large.synchronize()
+    assert worker.region.numel() > size
+    gc.collect()
+    kept = pointer() is not None
+    assert not kept
+    call(small)  # goes on in the new one
+    small.synchronize()
+    del small, large
+
+
+@pytest.mark.parametrize(("pin_model", "calls"), [("alloc", 1), ("alloc", 2), ("register", 1), ("off", 1)])
+def test_all_of_it_agrees_with_the_system(pin_model: str, calls: int) -> None:
+    """Weights, gradients in one or two images, moments, a second copy of the weights: all of it is known."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "ROUNDPIPE_CHECK": "0"}
+    command = [sys.executable, "-c", CHILD, pin_model, str(calls)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=100).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert found["report"] > 250 << 20
+    assert found["report"] == pytest.approx(found["system"], rel=0.05)
+
+
+@pytest.mark.needs_cuda
+def test_devices_agree_with_the_allocator_and_the_driver() -> None:
+    roundpipe.use_devices("cuda:0")
+    model = wrapped()
+    kept = torch.ones(64 << 20, dtype=torch.uint8, device="cuda:0")
+    call(model, rows=1024)
+    model.synchronize()
+    torch.cuda.synchronize(0)
+    (device,) = roundpipe.memory_report().devices
+    assert device.tensors_bytes is not None and device.cached_bytes is not None and device.elsewhere_bytes is not None
+    assert device.region_bytes >= 2 * ONE and device.tensors_bytes >= kept.nbytes
+    allocated, reserved = torch.cuda.memory_allocated(0), torch.cuda.memory_reserved(0)
+    assert device.region_bytes + device.tensors_bytes == pytest.approx(allocated, rel=0.05)
+    assert device.region_bytes + device.tensors_bytes + device.cached_bytes == pytest.approx(reserved, rel=0.05)
+    free, total = torch.cuda.mem_get_info(0)
+    everything = device.region_bytes + device.tensors_bytes + device.cached_bytes + device.elsewhere_bytes
+    assert everything == pytest.approx(total - free, rel=0.05)
+    assert device.peak_bytes is not None and device.peak_bytes >= allocated
+    assert device.total_bytes == total
+    del model, kept
