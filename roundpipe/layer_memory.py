@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from . import recompute
 from .ambient import Ambient
 from .boundary import LiveTree
+from .hf.assumed_values import assumed_values
 from .host_placement import is_dense
 from .layer_call import EntryGrads, enter_graph
 from .live_memory import LiveMemory
@@ -161,18 +162,19 @@ class FakeRun:
 
         ``loss_fn``: called with the output and ``label``; None: there is no loss. ``backward`` False: forward alone.
         """
-        tree: Any = self._faked((args, kwargs))
-        found = []
-        for index, replica in enumerate(self._replicas):
-            key = (index == 0, backward, self._kinds[index], _shapes(tree))
-            if key not in self._known:
-                self._known[key] = self._measure(_caller(replica, index == 0), tree, backward)
-            memory, tree = self._known[key]
-            found.append(memory)
-        loss = None
-        label = self._faked(label)
-        if loss_fn is not None:
-            loss, _ = self._measure(lambda out: loss_fn(out, label), tree, backward, is_loss=True)
+        with assumed_values():  # models of transformers ask for some
+            tree: Any = self._faked((args, kwargs))
+            found = []
+            for index, replica in enumerate(self._replicas):
+                key = (index == 0, backward, self._kinds[index], _shapes(tree))
+                if key not in self._known:
+                    self._known[key] = self._measure(_caller(replica, index == 0), tree, backward)
+                memory, tree = self._known[key]
+                found.append(memory)
+            loss = None
+            label = self._faked(label)
+            if loss_fn is not None:
+                loss, _ = self._measure(lambda out: loss_fn(out, label), tree, backward, is_loss=True)
         return Measured(tuple(found), loss, _tree_bytes(label))
 
     def _faked(self, tree: Any) -> Any:

@@ -22,6 +22,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, wrap_model_to_roundpi
 from roundpipe import engine as engines
 from roundpipe.errors import ConfigError, ConfigTypeError
 from roundpipe.estimate import estimate_memory
+from roundpipe.hf.causal_lm import causal_lm_to_sequential
 from roundpipe.layer_memory import FakeRun
 from roundpipe.layer_run import LayerRun
 from roundpipe.layer_sizes import layer_costs_of, unit_sizes
@@ -285,6 +286,16 @@ def test_alike_layers_are_run_once_and_others_are_not(monkeypatch: pytest.Monkey
     assert len(calls) == 1 + 1 + 2 + 1 + 1
     assert memory == FakeRun(list(model), torch.device("cpu")).measure((x,), {}, None, loss)
     assert [w.flops for w in work[:4]] == [2 * 2 * 16 * 32 * 64] * 4
+
+
+def test_models_of_transformers_build_no_masks_for_tensors_without_values() -> None:
+    """Also where a run is measured to say what would need less memory."""
+    layers = list(causal_lm_to_sequential(language_model(qwen(), torch.bfloat16)))
+    tokens = torch.empty(1, 512, dtype=torch.int64, device="meta")
+    kwargs, loss = dict(input_ids=tokens, labels=tokens, return_logits=False), (lambda out, _: out.loss)
+    memory = FakeRun(layers, torch.device("cpu")).measure((), kwargs, None, loss)
+    assert memory == LayerRun(layers, "host").run((), kwargs, None, loss)[0]
+    assert memory.layers[0].output_bytes < 512 * 512
 
 
 class Chooses(nn.Module):
