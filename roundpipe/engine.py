@@ -18,7 +18,7 @@ import torch
 from . import _ops
 from .devices import DeviceSpec, active_spec, devices
 from .errors import DeviceOutOfMemory, RoundPipeError, StallError
-from .live_memory import LiveMemory
+from .live_memory import BesideCompiledCode, LiveMemory
 from .replica import DeviceParameters, LayerReplica
 
 if TYPE_CHECKING:
@@ -44,9 +44,8 @@ class Worker:
         self.simulated = device.type == "cpu"
         self.name = devices()[index].name
         limit = engine.spec.memory_limit_bytes
-        self.memory = (
-            LiveMemory(self.name, limit) if self.simulated and limit else None
-        )  # None: torch's allocator counts
+        # None: torch's allocator counts, or nobody.
+        self.memory: LiveMemory | None = BesideCompiledCode(self.name, limit) if self.simulated and limit else None
         # Held while a layer computes, where devices share a generator that layers draw from.
         self.compute_lock: contextlib.AbstractContextManager[Any] = (
             cpu_generator_lock if self.simulated else engine.gpu_locks.get(device, _unshared)

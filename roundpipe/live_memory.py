@@ -5,7 +5,8 @@ Note [Counted memory]
   tensor has gone, on whatever thread that happens: a weak reference tells. Views cost nothing. Memory that an operator
   takes and gives back inside its own kernel is not seen; nor is what code allocates beside the operators.
   The count is taken by a dispatch mode, which torch carries into backward. It costs some microseconds an operator, so
-  only devices whose memory is limited have one. Compiled code runs eagerly under it.
+  only devices whose memory is limited have one. On a device compiled code runs as it was compiled, and what it takes is
+  not seen (``BesideCompiledCode``); where only the count is wanted it runs eagerly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Kind", "LiveMemory", "MemoryUse"]
+__all__ = ["BesideCompiledCode", "Kind", "LiveMemory", "MemoryUse", "counted"]
 
 _PATIENCE_S = 0.25  # how long an allocation beyond the limit waits for copies under way to let their sources go
 
@@ -252,6 +253,14 @@ class LiveMemory(TorchDispatchMode):
         if total > self._peak_bytes:
             self._peak_bytes = total
             self._at_peak = (self._region_bytes, self._bytes[0] + more, *self._bytes[1:])
+
+
+class BesideCompiledCode(LiveMemory):
+    """For a device that runs the user's layers: torch.compile would refuse ``fullgraph`` beside any other mode."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 _fresh: dict[Any, bool] = {}

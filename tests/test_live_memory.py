@@ -14,6 +14,8 @@ from roundpipe.errors import DeviceOutOfMemory
 from roundpipe.live_memory import Kind, LiveMemory
 from roundpipe.models.function import linear_cross_entropy
 
+from . import oracle
+
 KIB = 1 << 10
 
 
@@ -140,3 +142,26 @@ def test_without_a_limit_nothing_is_counted() -> None:
         RoundPipe(Looks())(torch.ones(4, 4))
     assert seen and not any(seen)
     assert roundpipe.memory_report().devices[0].peak_bytes is None
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_layers_run_compiled_on_a_limited_device(fullgraph: bool) -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    roundpipe.use_devices("host:1@16MiB")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    twin = oracle.twin(plain)
+    layers = [torch.compile(layer, backend=backend, fullgraph=fullgraph) for layer in plain]
+    model = RoundPipe(nn.Sequential(*layers))
+    x = torch.randn(8, 16)
+    loss = model.forward_backward((x,), loss_fn=lambda out, _: out.square().sum())
+    model.synchronize()
+    assert compiled
+    want = oracle.forward_backward(list(twin), (x,), loss_fn=lambda out, _: out.square().sum(), num_microbatch=2)
+    oracle.assert_close_to_scale(loss, want, "loss")
+    oracle.assert_same_gradients(plain, twin)

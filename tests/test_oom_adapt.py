@@ -142,6 +142,26 @@ def _bursts(model: RoundPipe, want_bytes: int) -> Callable[[], None]:
     return model.layers[1].register_forward_pre_hook(burst).remove
 
 
+def test_attributes_that_the_failed_attempt_assigned_are_taken_back() -> None:
+    """Layer 5 has too little memory for a whole batch, when the layers below have run already."""
+    roundpipe.use_devices("host:1@4MiB")
+    model = _model()
+
+    def burst(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if len(inputs[0]) > 32:
+            torch.empty(8 << 20, dtype=torch.uint8)
+
+    handle = model.layers[5].register_forward_pre_hook(burst)
+    x = torch.randn(64, 32)
+    model.forward_backward(
+        (x,), label=x, loss_fn=_loss, run_config=RoundPipeRunConfig(num_microbatch=1, on_oom="adapt")
+    )
+    model.synchronize()
+    handle.remove()
+    assert _settings(model).num_microbatch == 2
+    assert [layer.calls for layer in model.layers[1:6]] == [2] * 5
+
+
 def test_when_nothing_is_left_it_raises_and_everything_is_as_before() -> None:
     roundpipe.use_devices("host:1@1.1MiB")
     config = RoundPipeRunConfig(num_microbatch=1, on_oom="adapt")
