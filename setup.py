@@ -30,15 +30,15 @@ TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # torch 2.11, the
 FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" * (os.getenv("ROUNDPIPE_WERROR") == "1")
 
 OPS = """
-    activation_ops arenas checks claim_ops data_ops data_plane element_convert engine engine_ops error_record fact_ops
-    handles job job_ops library memory_ops optimizer_ops process queued_update_ops unit_ops update_list update_ops
-    update_tickets
+    activation_ops arenas checks claim_ops data_ops data_plane element_convert engine engine_ops error_record
+    fact_ops fused_update handles job job_ops library memory_ops optimizer_ops pool_ops process queued_update_ops
+    unit_ops update_list update_ops update_tickets
 """
 CORE = """
-    activation_store address_ranges bounce_buffers cgroup_memory copy_lane event_pool happens_before host_arena
-    host_backend host_claim host_mapping host_stream lane_request layer_clock mapping_pool memory_limits memory_map
-    optimizer_queue pin_limits proc_files region_extents slice_pool stage_release stage_streamer stored_record
-    streamed_job trace transfer_engine
+    activation_store address_ranges bounce_buffers cgroup_memory copy_lane event_pool gradient_pool happens_before
+    host_arena host_backend host_claim host_mapping host_stream lane_request layer_clock mapping_pool memory_limits
+    memory_map optimizer_queue pin_limits proc_files region_extents slice_pool stage_release stage_streamer
+    stored_record streamed_job trace transfer_engine
 """
 CPU = """
     adam convert dynamic_code lion sgd update_kernels convert_avx2 convert_avx512 convert_portable

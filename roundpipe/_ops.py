@@ -244,13 +244,37 @@ def ticket_finish(ticket: int, poisoned: bool) -> None:
     _call("ticket_finish", ticket, poisoned)
 
 
+# -- gradient pools ----------------------------------------------------------------------------------------------------
+def gradient_pool_open(engine: int, memory: Tensor) -> int:
+    """Pinned memory (uint8) for gradients between download and update; held as long as anything lies in it."""
+    return _call("gradient_pool_open", engine, memory)
+
+
+def gradient_pool_close(pool: int) -> None:
+    _call("gradient_pool_close", pool)
+
+
+def gradient_pool_stats(pool: int) -> list[int]:
+    """Bytes, used bytes, most ever used, places ever taken, requests for which there was no room at that moment."""
+    return _call("gradient_pool_stats", pool)
+
+
 # -- jobs --------------------------------------------------------------------------------------------------------------
-def job_open(engine: int, device: int, units: Sequence[int], loads: Sequence[Tensor], stores: Sequence[Tensor]) -> int:
+def job_open(
+    engine: int,
+    device: int,
+    units: Sequence[int],
+    loads: Sequence[Tensor],
+    stores: Sequence[Tensor],
+    pooled: Sequence[int] = (),
+    pool: int = 0,
+) -> int:
     """Takes the tickets of a stage's units, in this order, and queues their uploads.
 
     ``loads`` and ``stores``, one a unit: the host gradient image (uint8) to start from and to write; empty for none.
+    ``pooled``: positions of units with an empty store whose gradients come down to places of ``pool``.
     """
-    return _call("job_open", engine, device, units, loads, stores)
+    return _call("job_open", engine, device, units, loads, stores, pooled, pool)
 
 
 def job_wait_unit(job: int, index: int, timeout_ms: int) -> list[int]:
@@ -266,6 +290,36 @@ def job_weights_done(job: int, index: int) -> None:
 def job_gradients_done(job: int, index: int) -> None:
     """The gradients are final after what is launched: they start down."""
     _call("job_gradients_done", job, index)
+
+
+def job_gradients_update(
+    job: int,
+    index: int,
+    tickets: Sequence[int],
+    algorithm: str,
+    masters: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    published: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    steps: Sequence[float],
+    seeds: Sequence[int],
+    groups: Sequence[int],
+    options: Sequence[float],
+    factor: float,
+) -> int:
+    """As :func:`job_gradients_done`, and queues :func:`update_fused` as soon as the gradients are on the host.
+
+    For a pooled unit ``offsets`` says where each gradient lies in the unit's place, in bytes, and ``gradients`` are any
+    tensors of the same dtypes and sizes; else it is empty. Gives the update's number, for :func:`update_wait`. The
+    tickets' handles end, unless an argument is refused.
+    """
+    return _call(
+        "job_gradients_update", job, index, tickets, algorithm, masters, sources, published, gradients, offsets,
+        moments, scales, steps, seeds, groups, options, factor,
+    )  # fmt: skip
 
 
 def job_close(job: int) -> None:
@@ -412,7 +466,7 @@ def update_square_sum(engine: int, tickets: Sequence[int], sources: Sequence[Ten
 
 
 def update_wait(engine: int, update: int, timeout_ms: int) -> bool:
-    """Until this update and all before it have ended; raises this one's failure."""
+    """Until this update has ended; raises its failure."""
     return _call("update_wait", engine, update, timeout_ms)
 
 

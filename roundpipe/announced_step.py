@@ -2,10 +2,11 @@
 
 Note [Announced steps]
   An ordinary step waits until its calls have ended well, so that a failure changes nothing. Announced, the update of a
-  unit is queued when its gradients start down, behind a take and a publish ticket that were taken when the call was
-  dispatched: so it runs beside the backward of lower layers, and the next forward finds it done. The price is that a
-  failure after the first such update leaves weights of two steps (PartialStepError). Nothing may be asked of all
-  gradients together, so there is no norm and no loss scale. Results are those of an exact step.
+  unit is queued when its gradients have come down, behind a take and a publish ticket that were taken when the last job
+  that writes them was dispatched: so it runs beside the backward of lower layers, and the next forward finds it done.
+  The price is that a failure after the first such update leaves weights of two steps (PartialStepError). Nothing may be
+  asked of all gradients together, so there is no norm and no loss scale. Results are those of an exact step, and most
+  gradients need no image (Note [Gradients in passing]).
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from . import _ops
 from .engine import Engine
 from .errors import ConfigError, PartialStepError, RoundPipeError
 from .gradient_layout import refuse_frozen
 from .interrupts import uninterrupted
-from .optim.compact_update import Numbers, find_update
+from .optim.compact_update import Numbers, UnitUpdate, find_update, forget_images, pass_tickets_behind
 from .optimizer_thread import PUBLISH, TAKE, OptimizerTask
 from .units import Unit
 from .window import Window
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .call import Call
+    from .gradient_pool import GradientPool
     from .optim.compact import CompactOptimizer
     from .optim.compact_memory import CompactMemory
     from .stage_job import StageJob
@@ -38,68 +38,85 @@ if TYPE_CHECKING:
 class AnnouncedStep(OptimizerTask):
     """Made and given its tickets on the caller's thread; workers hand units over; it ends on the optimizer thread."""
 
-    def __init__(self, engine: Engine, memory: CompactMemory, window: Window, numbers: Numbers) -> None:
+    def __init__(
+        self, engine: Engine, memory: CompactMemory, window: Window, numbers: Numbers, pool: GradientPool
+    ) -> None:
         super().__init__(engine, window)
         self.memory = memory
+        self.pool = pool
         self._numbers = numbers
-        self._lock = threading.Lock()  # covers everything below: several workers hand over, and the caller opens
-        self._open = False  # the tickets are there
-        self._downloads: dict[int, int] = {}  # by unit: how many jobs have not yet sent its gradients down
-        self._tickets: dict[int, tuple[Unit, Tensor, list[int]]] = {}
-        self._updating: list[tuple[Unit, int]] = []
+        self._writers: dict[int, list[StageJob]] = {}  # by unit: the jobs that write its gradients, in order
+        self._lock = threading.Lock()  # covers what is below: several workers hand over
+        self._tickets: dict[int, list[int]] = {}  # by unit; not in an update yet
+        self._updating: list[tuple[Unit, UnitUpdate | None, int]] = []
 
-    def take_tickets(self, call: Call, jobs: Sequence[StageJob]) -> None:
-        """After all jobs of the call were opened: behind their uploads and downloads. Workers may be ahead of this."""
-        with self._lock:
-            for job in jobs:
-                for unit in job.units if job.with_gradients else ():
-                    if unit.gradient_bytes:
-                        self._downloads[unit.key] = self._downloads.get(unit.key, 0) + 1
-                        self._tickets[unit.key] = (unit, call.stores[unit.key], [])
-            for unit, _, tickets in self._tickets.values():
-                tickets += [_ops.ticket_issue(unit.handle, kind) for kind in (TAKE, PUBLISH)]
-            self._open = True
-            for key in [key for key, left in self._downloads.items() if left <= 0]:
-                self._submit(key)
-
-    def handed_over(self, unit: Unit) -> None:
-        """One more job has sent the unit's gradients on their way to the host; worker's thread."""
-        with self._lock:
-            self._downloads[unit.key] = self._downloads.get(unit.key, 0) - 1
-            if self._open and self._downloads[unit.key] == 0:
-                self._submit(unit.key)
-
-    def _submit(self, key: int) -> None:
-        unit, image, tickets = self._tickets[key]
+    # -- caller's thread, before and while the call's jobs are opened ----------------------------------------------
+    def plan(self, jobs: Sequence[StageJob]) -> None:
+        """Which units need no image, and room for them."""
         assert self.window is not None
+        units: dict[int, Unit] = {}
+        for job in jobs:
+            for unit in job.units if job.with_gradients else ():
+                if unit.gradient_bytes:
+                    units[unit.key] = unit
+                    self._writers.setdefault(unit.key, []).append(job)
+        passing = [unit for unit in units.values() if self.passes(unit)]
+        self.pool.ensure(self.engine, [unit.gradient_bytes for unit in passing])
+        for unit in passing:
+            if self.window.image(unit) is None:
+                unit.do_without_image()
+
+    def passes(self, unit: Unit) -> bool:
+        """Whether its gradients go through the pool."""
+        return len(self._writers[unit.key]) == 1
+
+    def take_tickets(self, job: StageJob) -> None:
+        """The job was opened and does not run yet: behind the uploads and downloads of all units that it is the last to
+        write."""
+        for unit in job.units if job.with_gradients else ():
+            if unit.gradient_bytes and self._writers[unit.key][-1] is job:
+                self._tickets[unit.key] = [_ops.ticket_issue(unit.handle, kind) for kind in (TAKE, PUBLISH)]
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+    def hand_over(self, job: StageJob, unit: Unit) -> bool:
+        """Sends the unit's gradients down with their update behind them, if this is the last job that writes them."""
+        if self._writers[unit.key][-1] is not job:
+            return False
+        assert self.window is not None
+        image = None if self.passes(unit) else job.call.stores[unit.key]
         touched = tuple(sorted(self.window.touched(unit)))
         if touched:
             unit.wait_saved()
-            update = find_update(self.memory, unit, image, touched, is_async=False)
-            number = update.submit(self.engine.handle, tickets, self._numbers, factor=1.0)
-            self._updating.append((unit, number))
-        else:
-            number = _ops.update_fused(
-                self.engine.handle, tickets, self._numbers.algorithm, [], [], [], [], [], [], [], [], [], [], 1.0
-            )
-            self._updating.append((unit, number))
-        del self._tickets[key]
+        with self._lock:
+            update = find_update(self.memory, unit, image, touched, is_async=False) if touched else None
+            place, tickets = (job.handle, job.index[unit.key]), self._tickets[unit.key]
+            if update is not None:
+                number = update.submit_behind(place, tickets, self._numbers)
+            else:
+                number = pass_tickets_behind(place, tickets, self._numbers)
+            del self._tickets[unit.key]
+            self._updating.append((unit, update, number))
+        return True
 
+    # -- optimizer thread ----------------------------------------------------------------------------------------------
     def _work(self) -> None:
         well = self._calls_ended_well()
         updated, failure = [], None
-        for unit, number in self._updating:
+        for unit, update, number in self._updating:
             try:
                 _ops.wait(_ops.update_wait, self.engine.handle, number)
                 updated.append(unit)
             except RoundPipeError as error:
                 failure = failure or error
+                if update is not None:
+                    update.uncount(self._numbers)
         if well and failure is None:
             assert self.window is not None
             for call in self.window.calls:
                 if call.gradient_stats is not None:  # an earlier call of the window may have expected another step
                     call.gradient_stats.release()
             self.window = None
+            forget_images(self.memory, [unit for unit, _, _ in self._updating])
             return
         if not updated:
             self.cancelled = True  # nothing has changed: the window's earlier calls come back
@@ -116,10 +133,11 @@ class AnnouncedStep(OptimizerTask):
         raise partial from cause
 
     def _let_go(self) -> None:
-        for _, _, tickets in self._tickets.values():
+        for tickets in self._tickets.values():
             for ticket in tickets:
                 _ops.drop_quietly(_ops.ticket_finish, ticket, True)
         self._tickets.clear()
+        self._writers.clear()  # the jobs refer to their call
 
 
 def announce(state: TrainingState, optimizer: CompactOptimizer) -> AnnouncedStep:
@@ -134,7 +152,7 @@ def announce(state: TrainingState, optimizer: CompactOptimizer) -> AnnouncedStep
     optimizer.ensure_state(state.drain)
     state.publish_shadows()  # this call, too, computes with the newest weights
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-    return AnnouncedStep(state.open_engine(), optimizer._memory, state.window, numbers)
+    return AnnouncedStep(state.open_engine(), optimizer._memory, state.window, numbers, state.gradient_pool)
 
 
 def dispatched(state: TrainingState, step: AnnouncedStep, call: Call) -> None:

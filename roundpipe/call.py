@@ -182,6 +182,8 @@ class Call:
         self.probe.expect(len(jobs))
         with self.engine.dispatch_lock:
             self._reserve(jobs)
+            if self.announced is not None:
+                self.announced.plan(jobs)
             with uninterrupted():
                 self._open(jobs)
 
@@ -197,15 +199,14 @@ class Call:
             worker = self.engine.next_worker()
             try:
                 job.open(worker)
+                if self.announced is not None:
+                    self.announced.take_tickets(job)
             except BaseException as error:  # noqa: BLE001 (reaches the caller as the call's failure)
                 with self._mutex:
                     self._open_jobs -= len(jobs) - opened
                 self.fail(error, worker=worker, job=job)
                 break
             worker.submit(job)
-        else:
-            if self.announced is not None:
-                self.announced.take_tickets(self, jobs)
         self.window = None  # neither it nor a job may refer back here: with the model all memory goes, at once
         handles = [job.handle for job in jobs if job.handle]
         self._finalizer = weakref.finalize(self, _forget_jobs, handles)
@@ -250,8 +251,12 @@ class Call:
         made.microbatch_shapes = self.microbatch_shapes
         return made
 
-    def gradient_images(self, unit: Unit) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(image to start from, image to write) for one backward job of ``unit``."""
+    def gradient_images(self, unit: Unit) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(image to start from, image to write; None: a place of the announced step's pool) for one backward job of
+        ``unit``."""
+        if self.announced is not None and self.announced.passes(unit):
+            assert self.window is not None
+            return self.window.image(unit), None
         own = self.stores.get(unit.key)
         if own is not None:
             return own, own

@@ -24,7 +24,7 @@ class HostMemory:
     mapped_bytes: int
     """Of these, mapped from files: the system may drop them and read them again."""
     gradients_bytes: int
-    """Gradient images: one a unit, two once a window had several calls."""
+    """Gradient images, one a unit and two once a window had several calls; of announced steps the pool instead."""
     optimizer_bytes: int
     """Optimizer parameters with their gradients, or masters, moments and shadows of compact optimizers. States that
     torch's own optimizers keep are not known here; they are part of ``process_bytes``."""
@@ -118,6 +118,7 @@ def host_memory() -> HostMemory:
             weights += packed
             in_place += sum(h.nbytes for h in unit.homes if not _within(h, unit.image))
             gradients += unit.host_gradient_bytes
+        gradients += state.gradient_pool.host_bytes
         optimizer += state.optimizer.host_bytes
         if state.compact.memory is not None:
             optimizer += state.compact.memory.host_bytes

@@ -83,16 +83,18 @@ class StageJob:
         """Takes the tickets and queues the uploads; program order (caller's thread)."""
         self.device = self.probe.device = worker.name
         empty = torch.empty(0, dtype=torch.uint8)
-        loads, stores = [], []
-        for unit in self.units:
+        loads, stores, pooled = [], [], []
+        for position, unit in enumerate(self.units):
             load, store = (None, None)
             if self.with_gradients and unit.gradient_bytes:
                 load, store = self.call.gradient_images(unit)
+                if store is None:
+                    pooled.append(position)
             loads.append(empty if load is None else load)
             stores.append(empty if store is None else store)
-        self.handle = _ops.job_open(
-            worker.engine.handle, worker.index, [unit.handle for unit in self.units], loads, stores
-        )
+        units, announced = [unit.handle for unit in self.units], self.call.announced
+        pool = announced.pool.handle if announced is not None and pooled else 0
+        self.handle = _ops.job_open(worker.engine.handle, worker.index, units, loads, stores, pooled, pool)
 
     # -- running -------------------------------------------------------------------------------------------------
     def run(self, worker: Worker) -> None:
@@ -475,9 +477,8 @@ class StageJob:
             self._handed.add(unit.key)
             if self.call.gradient_stats is not None:
                 self.call.gradient_stats.measure(self._worker, unit, self._gradients_at[unit.key])
-            _ops.job_gradients_done(self.handle, self.index[unit.key])
-            if self.call.announced is not None:
-                self.call.announced.handed_over(unit)
+            if self.call.announced is None or not self.call.announced.hand_over(self, unit):
+                _ops.job_gradients_done(self.handle, self.index[unit.key])
 
     def _adopt_replaced(self, worker: Worker, layers: range) -> None:
         """A gradient that autograd or a hook replaced instead of adding to (sparse ones) goes into its place."""

@@ -22,6 +22,7 @@ from .devices import devices
 from .engine import Engine
 from .errors import ConfigError, DeviceOutOfMemory, PartialStepError
 from .gradient_layout import include_frozen, relayout
+from .gradient_pool import GradientPool
 from .host_gradients import adopt_shown_gradients, fold_host_gradients, show_gradients
 from .host_placement import Placement
 from .interrupts import uninterrupted
@@ -68,6 +69,7 @@ class TrainingState:
         self.loss_facts = LayerFacts()
         self.optimizer = OptimizerParameters(self.units, optim_dtype)
         self.compact = CompactTraining()
+        self.gradient_pool = GradientPool()
         self.window = Window()
         self.engine: Engine | None = None
         self._calls: list[Call] = []  # not known to have ended well
@@ -85,7 +87,7 @@ class TrainingState:
         self.attach(engine)
         self._note_versions()
         _living.add(self)
-        self._finalizer = weakref.finalize(self, _let_go, layers, self.units, placement)
+        self._finalizer = weakref.finalize(self, _let_go, layers, self.units, placement, self.gradient_pool)
         self._finalizer.atexit = False
 
     # -- engine --------------------------------------------------------------------------------------------------
@@ -102,6 +104,7 @@ class TrainingState:
         for unit in self.units:
             unit.follow_publishes()
             unit.close()
+        self.gradient_pool.close()
         self.placement.open(engine.handle, self.units)
         for unit in self.units:
             unit.open(engine.handle)
@@ -467,8 +470,9 @@ def living_states() -> list[TrainingState]:
     return list(_living)
 
 
-def _let_go(layers: list[nn.Module], units: list[Unit], placement: Placement) -> None:
+def _let_go(layers: list[nn.Module], units: list[Unit], placement: Placement, pool: GradientPool) -> None:
     engines.forget_model(layers, [parameter for unit in units for parameter in unit.parameters])
     for unit in units:
         _ops.drop_quietly(unit.close)
+    pool.close()
     placement.close()

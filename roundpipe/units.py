@@ -111,6 +111,7 @@ class Unit:
         self.handle = 0
         self.hold: Hold | None = None  # a save that has yet to write the weights and what an optimizer keeps for them
         self._images: list[torch.Tensor] = []
+        self._without_image = 0  # announced steps in a row
         self.layout_gradients()
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -133,11 +134,19 @@ class Unit:
 
     def gradient_image(self, other_than: torch.Tensor | None) -> torch.Tensor:
         """A gradient image to write while ``other_than`` holds the sum of the calls before; made on first need."""
+        self._without_image = 0
         for image in self._images:
             if image is not other_than:
                 return image
         self._images.append(_ops.host_empty([self.gradient_bytes], torch.uint8))
         return self._images[-1]
+
+    def do_without_image(self) -> None:
+        """An announced step whose gradients pass through the pool; nothing has accumulated. Jobs under way hold what
+        they still read or write."""
+        self._without_image += 1
+        if self._without_image > 1:
+            self._images = []
 
     def gradient_views(self, image: torch.Tensor) -> list[torch.Tensor]:
         return [layout.view(image) for layout in self.gradient_layouts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,12 @@ def rig() -> Iterator[SimpleNamespace]:
     r.waiting = _ops.ticket_issue(r.idle, 1)
     r.foreign_ticket = _ops.ticket_issue(r.foreign_unit, 4)
     r.job = _ops.job_open(r.engine, 0, [r.unit], [NONE], [NONE])
+    r.pool = _ops.gradient_pool_open(r.engine, _ops.host_empty([256], torch.uint8))
+    r.small_pool = _ops.gradient_pool_open(r.engine, _ops.host_empty([128], torch.uint8))
+    r.foreign_pool = _ops.gradient_pool_open(r.other, _ops.host_empty([256], torch.uint8))
+    _ops.engine_set_region(r.engine, 1, torch.empty(4096, dtype=torch.uint8))
+    r.writing_job = _ops.job_open(r.engine, 1, [r.unit], [NONE], [r.image])
+    r.pooled_job = _ops.job_open(r.engine, 1, [r.unit], [NONE], [NONE], [0], r.pool)
     r.record = _ops.stash_host(r.engine, [X])
     r.foreign_record = _ops.stash_host(r.other, [X])
     r.gone = _ops.stash_host(r.engine, [X])
@@ -43,7 +49,8 @@ def rig() -> Iterator[SimpleNamespace]:
     r.fetch = _ops.fetch_start(r.engine, 0, r.record, [torch.empty(4)], 2)
     yield r
     _ops.fetch_cancel(r.fetch)
-    _ops.job_abort(r.job)
+    for job in (r.job, r.writing_job, r.pooled_job):
+        _ops.job_abort(job)
     for engine in (r.engine, r.other):
         _ops.engine_close(engine)
 
@@ -56,6 +63,14 @@ def fused(r: SimpleNamespace, **changed: Any) -> tuple[Any, ...]:
         options=[0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0], factor=1.0,
     )  # fmt: skip
     return r.engine, *(arguments | changed).values()
+
+
+def behind(
+    r: SimpleNamespace, job: int, index: int = 0, offsets: Sequence[int] = (), **changed: Any
+) -> tuple[Any, ...]:
+    """Arguments of job_gradients_update."""
+    _, tickets, algorithm, masters, sources, published, gradients, *rest = fused(r, **changed)
+    return job, index, tickets, algorithm, masters, sources, published, gradients, offsets, *rest
 
 
 BAD_INDEX = r"an index from 0 to \d+ \(exclusive\), got -?\d+"
@@ -135,10 +150,37 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, 0, [r.unit], [r.image], [NONE]), r"'loads\[0\]'.*empty tensor where the store is empty"),
         (lambda r: (r.engine, 0, [r.unit], [NONE], [r.image[:100]]), r"'stores\[0\]'.*256 bytes.*got 100 bytes"),
         (lambda r: (r.engine, 0, [r.unit], [NONE], [X]), r"'stores\[0\]'.*uint8"),
+        (lambda r: (r.engine, 0, [r.unit], [NONE], [NONE], [0], 0), "'pool'.*a pool for the units of 'pooled'"),
+        (lambda r: (r.engine, 0, [r.unit], [NONE], [NONE], [1], r.pool), r"'pooled\[0\]'"),
+        (lambda r: (r.engine, 0, [r.unit], [NONE], [r.image], [0], r.pool), r"'stores\[0\]'.*an empty tensor"),
+        (lambda r: (r.engine, 0, [r.idle], [NONE], [NONE], [0], r.pool), r"'pooled\[0\]'.*a frozen one"),
+        (lambda r: (r.engine, 0, [r.unit], [NONE], [NONE], [0], r.foreign_pool), "'pool'.*another engine"),
+        (lambda r: (r.engine, 0, [r.unit], [NONE], [NONE], [0], r.unit), "gradient pool, got a handle of a unit"),
     ],
+    "gradient_pool_open": [
+        (lambda r: (r.engine, X), "'memory'.*uint8"),
+        (lambda r: (r.unit, NONE), "a handle of a unit"),
+    ],
+    "gradient_pool_close": [(lambda r: (r.job,), "a live gradient pool, got a handle of a job")],
+    "gradient_pool_stats": [(lambda r: (0,), "no handle")],
     "job_wait_unit": [(lambda r: (r.job, 1, 0), BAD_INDEX), (lambda r: (r.job, 0, -1), "'timeout_ms'")],
     "job_weights_done": [(lambda r: (r.job, -1), BAD_INDEX), (lambda r: (r.engine, 0), "a handle of a engine")],
-    "job_gradients_done": [(lambda r: (r.job, 0), "with a gradient store for, got unit 0")],
+    "job_gradients_done": [
+        (lambda r: (r.job, 0), "with a gradient store for, got unit 0"),
+        (lambda r: (r.pooled_job, 0), "job_gradients_update takes one whose gradients go to a pool"),
+    ],
+    "job_gradients_update": [
+        (lambda r: behind(r, r.job), "with a gradient store for, got unit 0"),
+        (lambda r: behind(r, r.unit), "a handle of a unit"),
+        (lambda r: behind(r, r.writing_job, 1), BAD_INDEX),
+        (lambda r: behind(r, r.writing_job, 0, [0]), "'offsets'.*none"),
+        (lambda r: behind(r, r.writing_job, algorithm="adagrad"), "'algorithm'"),
+        (lambda r: behind(r, r.writing_job, tickets=[r.foreign_ticket]), "another engine"),
+        (lambda r: behind(r, r.pooled_job), "'offsets'.*1 elements.*got 0"),
+        (lambda r: behind(r, r.pooled_job, 0, [248]), r"'offsets\[0\]'.*inside the 256 bytes.*got 248 for 16 bytes"),
+        (lambda r: behind(r, r.pooled_job, 0, [2]), r"'offsets\[0\]'.*aligned to 4"),
+        (lambda r: behind(r, r.pooled_job, 0, [0], gradients=[torch.zeros(5)]), r"'gradients\[0\]'.*4 elements"),
+    ],
     "job_close": [(lambda r: (r.unit,), "a handle of a unit")],
     "job_abort": [(lambda r: (0,), "no handle")],
     "job_wait_gradients": [(lambda r: (r.record, 0), "a handle of a record")],
@@ -277,6 +319,13 @@ def test_a_region_above_the_devices_limit_is_out_of_device_memory() -> None:
         _ops.engine_set_region(engine, 0, torch.empty(2 << 20, dtype=torch.uint8))
     _ops.engine_set_region(engine, 0, torch.empty(1 << 20, dtype=torch.uint8))
     _ops.engine_close(engine)
+
+
+def test_a_pool_smaller_than_a_unit_is_refused(rig: SimpleNamespace) -> None:
+    live = _ops.engine_live(rig.engine)
+    with pytest.raises(errors.ConfigError, match="more than their pool has"):
+        _ops.job_open(rig.engine, 0, [rig.unit], [NONE], [NONE], [0], rig.small_pool)
+    assert _ops.engine_live(rig.engine) == live
 
 
 def test_more_host_memory_than_there_is() -> None:

@@ -14,7 +14,7 @@ LaneRequest::LaneRequest(Device& device, TransferRequest request, HappensBefore*
     : device_(device), checker_(checker), request_(std::move(request)) {
   std::erase_if(request_.segments, [](const CopySegment& segment) { return segment.bytes == 0; });
   for (const CopySegment& segment : request_.segments) {
-    RP_REQUIRE(segment.dst != nullptr && segment.src != nullptr,
+    RP_REQUIRE(request_.locate || (segment.dst != nullptr && segment.src != nullptr),
                "transfer: a segment of " + std::to_string(segment.bytes) +
                    " bytes has a null address; every non-empty segment needs a source and a target");
     bytes_ += segment.bytes;
@@ -82,6 +82,7 @@ Readiness LaneRequest::ask_ready() {
 
 void LaneRequest::start(Stream& stream) {
   started_ = true;
+  if (request_.locate) request_.locate(request_.segments);
   if (request_.before) request_.before(stream);
 }
 
@@ -173,6 +174,7 @@ void LaneRequest::finish() {
   }
   // Everything the request holds goes now, not with the last consumer: sources, records, jobs.
   request_.finished = nullptr;
+  request_.locate = nullptr;
   request_.before = nullptr;
   request_.ready = nullptr;
   request_.keep_alive.reset();

@@ -99,6 +99,11 @@ TicketState LayerClock::state(const Ticket& ticket) {
   return state;
 }
 
+TicketState LayerClock::peek(const Ticket& ticket) const {
+  std::lock_guard lock(mutex_);
+  return state_locked(ticket);
+}
+
 TicketState LayerClock::wait(const Ticket& ticket, std::chrono::milliseconds timeout) {
   const auto deadline = saturating_deadline(timeout);
   TicketState state = TicketState::kWaiting;

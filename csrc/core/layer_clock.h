@@ -66,6 +66,7 @@ class LayerClock {
   // kReady also makes the calling thread acquire what it waited for. kPoisoned comes as soon as one needed ticket, or
   // this one, is poisoned: other needed tickets may still be at work.
   TicketState state(const Ticket& ticket);
+  TicketState peek(const Ticket& ticket) const;  // as state(), but makes nobody acquire anything
   TicketState wait(const Ticket& ticket, std::chrono::milliseconds timeout);  // kWaiting: timed out
   // Each ticket finishes exactly once; a second time, or a ticket never issued, is InvalidArgument.
   void complete(const Ticket& ticket);

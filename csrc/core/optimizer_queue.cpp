@@ -13,6 +13,8 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -26,7 +28,8 @@ namespace roundpipe {
 namespace {
 
 constexpr std::size_t kMaxFailures = 4096;
-constexpr std::chrono::milliseconds kLookForShutdown{20};
+// Clocks whose observers do not poke are looked at so often.
+constexpr std::chrono::milliseconds kLookAgain{10};
 
 std::size_t processors() {
   cpu_set_t set;
@@ -65,9 +68,11 @@ struct OptimizerQueue::State {
   }
 
   void dispatch();
+  std::unique_ptr<Pending> take_next();  // null: the queue has ended
+  std::deque<std::unique_ptr<Pending>>::iterator first_ready();
   void execute(Pending& pending);
-  TicketState wait_for_ticket(const UpdateTicket& one);
   void run_body(Pending& pending);
+  void end(std::uint64_t number, std::exception_ptr failure);
   void remember(std::uint64_t number, std::exception_ptr failure);
 
   HappensBefore* const checker;
@@ -75,17 +80,20 @@ struct OptimizerQueue::State {
   const pid_t owner = getpid();
   std::thread dispatcher;
 
-  std::mutex mutex;                   // guards everything below
-  std::condition_variable submitted;  // to the dispatcher: an update, or stop
+  std::mutex mutex;                   // guards everything below; taken before the lock of a clock
+  std::condition_variable wakes;      // to the dispatcher: an update, a poke, or stop
   std::condition_variable ended_one;  // to wait(): an update has ended
   // By address, because each is the token through which its update comes after what its submitter did.
   std::deque<std::unique_ptr<Pending>> pending;
   std::uint64_t issued = 0;
-  std::uint64_t ended = 0;  // FIFO: updates 1..ended have ended
+  std::set<std::uint64_t> open;      // numbers of updates that have not ended
+  std::set<std::uint64_t> reserved;  // of these, not submitted
+  std::uint64_t generation = 0;      // counts what may make an update ready
   bool stop = false;
   std::map<std::uint64_t, std::exception_ptr> failures;  // not thrown yet
   // Tokens of the ends of the last updates, by number modulo their count: whoever waits for one is ordered after it
-  // and, in the checker's eyes, not after those that happen to have ended since.
+  // and, in the checker's eyes, not after those that happen to have ended since. (After one that ended out of turn, a
+  // waiter may be ordered after more than it waited for.)
   std::array<char, 256> ended_tokens{};
 };
 
@@ -103,28 +111,68 @@ OptimizerQueue::~OptimizerQueue() {
   shutdown();
 }
 
-std::uint64_t OptimizerQueue::submit(Update update) {
+namespace {
+
+void check(const Update& update) {
   RP_REQUIRE(update.elements == 0 || update.body,
              "OptimizerQueue: an update of " + std::to_string(update.elements) + " elements needs a body");
   for (const UpdateTicket& one : update.tickets) {
     RP_REQUIRE(one.unit, "OptimizerQueue: an update with a ticket needs the unit that issued it");
   }
-  auto pending = std::make_unique<State::Pending>(State::Pending{0, std::move(update)});
+}
+
+}  // namespace
+
+std::uint64_t OptimizerQueue::submit(Update update) {
+  check(update);
+  const std::uint64_t number = reserve();
+  submit(number, std::move(update));
+  return number;
+}
+
+std::uint64_t OptimizerQueue::reserve() {
+  std::lock_guard lock(state_->mutex);
+  if (state_->stop) throw Error("OptimizerQueue: submit() after shutdown; open a new engine");
+  state_->open.insert(++state_->issued);
+  state_->reserved.insert(state_->issued);
+  return state_->issued;
+}
+
+void OptimizerQueue::submit(std::uint64_t reserved, Update update) {
+  check(update);
   State& state = *state_;
+  auto pending = std::make_unique<State::Pending>(State::Pending{reserved, std::move(update)});
   if (state.checker != nullptr) state.checker->release(pending.get(), state.checker->this_thread());
-  std::uint64_t number;
   {
     std::lock_guard lock(state.mutex);
-    if (state.stop) {
+    if (!state.reserved.contains(reserved)) {
       if (state.checker != nullptr) state.checker->forget_token(pending.get());
-      throw Error("OptimizerQueue: submit() after shutdown; open a new engine");
+      if (state.stop) throw Error("OptimizerQueue: submit() after shutdown; open a new engine");
+      throw InvalidArgument("OptimizerQueue: update " + std::to_string(reserved) +
+                            " was not reserved, or submitted or given up before");
     }
-    number = ++state.issued;
-    pending->number = number;
+    state.reserved.erase(reserved);
     state.pending.push_back(std::move(pending));
+    ++state.generation;
   }
-  state.submitted.notify_one();
-  return number;
+  state.wakes.notify_one();
+}
+
+void OptimizerQueue::give_up(std::uint64_t reserved, std::exception_ptr failure) {
+  {
+    std::lock_guard lock(state_->mutex);
+    if (state_->reserved.erase(reserved) == 0) return;  // shutdown was first
+  }
+  state_->end(reserved, std::move(failure));
+}
+
+void OptimizerQueue::poke() {
+  {
+    std::lock_guard lock(state_->mutex);
+    ++state_->generation;
+    if (state_->pending.empty()) return;
+  }
+  state_->wakes.notify_one();
 }
 
 bool OptimizerQueue::wait(std::uint64_t number, std::chrono::milliseconds timeout) {
@@ -136,7 +184,7 @@ bool OptimizerQueue::wait(std::uint64_t number, std::chrono::milliseconds timeou
                                                           ", but 1.." + std::to_string(state.issued) +
                                                           " were submitted");
     const auto deadline = saturating_deadline(timeout);
-    if (!state.ended_one.wait_until(lock, deadline, [&] { return state.ended >= number; })) return false;
+    if (!state.ended_one.wait_until(lock, deadline, [&] { return !state.open.contains(number); })) return false;
     const auto found = state.failures.find(number);
     if (found != state.failures.end()) {
       failure = found->second;
@@ -164,12 +212,18 @@ std::size_t OptimizerQueue::threads() const { return state_->pool.threads(); }
 void OptimizerQueue::shutdown() noexcept {
   if (getpid() != state_->owner) return;
   std::thread dispatcher;
+  std::set<std::uint64_t> reserved;
   {
     std::lock_guard lock(state_->mutex);
     state_->stop = true;
     dispatcher.swap(state_->dispatcher);  // of concurrent calls one joins
+    reserved.swap(state_->reserved);
   }
-  state_->submitted.notify_all();
+  state_->wakes.notify_all();
+  for (const std::uint64_t number : reserved) {
+    state_->end(number, std::make_exception_ptr(Poisoned("optimizer update " + std::to_string(number) +
+                                                         " did not run: the queue was shut down")));
+  }
   if (!dispatcher.joinable()) return;
   if (dispatcher.get_id() == std::this_thread::get_id()) {
     dispatcher.detach();  // the last owner died with an update's body; the dispatcher holds the state until it ends
@@ -180,21 +234,68 @@ void OptimizerQueue::shutdown() noexcept {
 
 void OptimizerQueue::State::dispatch() {
   pthread_setname_np(pthread_self(), "rp-optimizer");
-  for (;;) {
-    std::unique_ptr<Pending> next;
-    {
-      std::unique_lock lock(mutex);
-      submitted.wait(lock, [this] { return stop || !pending.empty(); });
-      if (pending.empty()) return;
-      next = std::move(pending.front());
-      pending.pop_front();
-    }
+  while (const std::unique_ptr<Pending> next = take_next()) {
     if (checker != nullptr) {
       checker->acquire(next.get(), checker->this_thread());
       checker->forget_token(next.get());
     }
     execute(*next);
   }
+}
+
+std::unique_ptr<OptimizerQueue::State::Pending> OptimizerQueue::State::take_next() {
+  std::optional<ScopedSpan> waiting;
+  std::unique_lock lock(mutex);
+  for (;;) {
+    wakes.wait(lock, [this] { return stop || !pending.empty(); });
+    if (pending.empty()) return nullptr;
+    const std::uint64_t asked_at = generation;
+    const auto found = stop ? pending.begin() : first_ready();
+    if (found != pending.end()) {
+      std::unique_ptr<Pending> next = std::move(*found);
+      pending.erase(found);
+      return next;
+    }
+    if (!waiting) {
+      waiting.emplace(SpanKind::kWait, "update ticket", pending.front()->update.tickets.front().unit->id);
+    }
+    wakes.wait_for(lock, kLookAgain, [&] { return stop || generation != asked_at; });
+  }
+}
+
+namespace {
+
+// Whether two updates touch one unit and were submitted in the order of their tickets, as far as these tell.
+bool must_follow(const Update& update, const Update& earlier) {
+  bool same_unit = false;
+  for (const UpdateTicket& one : update.tickets) {
+    for (const UpdateTicket& other : earlier.tickets) {
+      if (one.unit != other.unit) continue;
+      if (one.ticket.kind == other.ticket.kind && one.ticket.number < other.ticket.number) return false;
+      same_unit = true;
+    }
+  }
+  return same_unit;
+}
+
+}  // namespace
+
+// A poisoned one counts: it ends at once.
+std::deque<std::unique_ptr<OptimizerQueue::State::Pending>>::iterator OptimizerQueue::State::first_ready() {
+  for (auto at = pending.begin(); at != pending.end(); ++at) {
+    const Update& update = (*at)->update;
+    bool waits = update.tickets.empty() && at != pending.begin(), poisoned = false;
+    for (const UpdateTicket& one : update.tickets) {
+      const TicketState state = one.unit->clock.peek(one.ticket);
+      waits |= state == TicketState::kWaiting;
+      poisoned |= state == TicketState::kPoisoned;
+    }
+    if (!waits && !poisoned) {
+      waits = std::any_of(pending.begin(), at, [&](const auto& before) { return must_follow(update, before->update); });
+    }
+    if (poisoned || !waits) return at;
+  }
+  return pending.end();
 }
 
 void OptimizerQueue::State::execute(Pending& pending) {
@@ -213,30 +314,21 @@ void OptimizerQueue::State::execute(Pending& pending) {
     }
   }
   update = Update();
-  const std::uint64_t number = pending.number;
   if (checker != nullptr) {
-    const char* token = &ended_tokens[number % ended_tokens.size()];
+    const char* token = &ended_tokens[pending.number % ended_tokens.size()];
     checker->forget_token(token);
     checker->release(token, checker->this_thread());
   }
+  end(pending.number, std::move(failure));
+}
+
+void OptimizerQueue::State::end(std::uint64_t number, std::exception_ptr failure) {
   {
     std::lock_guard lock(mutex);
     if (failure) remember(number, std::move(failure));
-    ended = number;
+    open.erase(number);
   }
   ended_one.notify_all();
-}
-
-TicketState OptimizerQueue::State::wait_for_ticket(const UpdateTicket& one) {
-  const ScopedSpan span(SpanKind::kWait, "update ticket", one.unit->id);
-  for (;;) {
-    {
-      std::lock_guard lock(mutex);
-      if (stop) return TicketState::kWaiting;
-    }
-    const TicketState state = one.unit->clock.wait(one.ticket, kLookForShutdown);
-    if (state != TicketState::kWaiting) return state;
-  }
 }
 
 void OptimizerQueue::State::run_body(Pending& pending) {
@@ -247,19 +339,15 @@ void OptimizerQueue::State::run_body(Pending& pending) {
                     " did not run: " + why);
   };
   for (const UpdateTicket& one : update.tickets) {
-    switch (wait_for_ticket(one)) {
-      case TicketState::kReady:
-        break;
-      case TicketState::kPoisoned:
-        throw poisoned("a transfer or an update that it waits for has failed");
-      case TicketState::kWaiting:
-        throw poisoned("the queue was shut down");
+    if (one.unit->clock.peek(one.ticket) == TicketState::kPoisoned) {
+      throw poisoned("a transfer or an update that it waits for has failed");
     }
   }
-  if (update.tickets.empty()) {
+  {
     std::lock_guard lock(mutex);
     if (stop) throw poisoned("the queue was shut down");
   }
+  for (const UpdateTicket& one : update.tickets) one.unit->clock.state(one.ticket);  // acquires what it waited for
   if (checker != nullptr) {
     const HappensBefore::Actor self = checker->this_thread();
     for (const HostAccess& access : update.accesses) {

@@ -34,7 +34,7 @@ void StageStreamer::weights_done(std::uint64_t job_id, std::size_t index, Stream
 }
 
 void StageStreamer::gradients_done(std::uint64_t job_id, std::size_t index, Stream& compute,
-                                   std::function<void(std::exception_ptr)> finished) {
+                                   GradientsFinished finished) {
   State& state = *state_;
   const auto job = state.find_job(job_id, index, "gradients_done");
   StreamedUnit& unit = job->units[index];

@@ -36,8 +36,13 @@ void check_units(const std::vector<UnitUse>& units) {
                unit + " is listed twice in one job; layers that share it use one entry");
     RP_REQUIRE(!use.gradients || use.unit->gradient_bytes != 0,
                unit + " has no gradients (gradient_bytes is 0), but the job asks for them");
-    RP_REQUIRE(!use.gradients || use.gradient_store != nullptr,
-               unit + ": gradients are asked without a host image to write them to (gradient_store is null)");
+    RP_REQUIRE(!use.gradients || (use.gradient_store != nullptr) != (use.gradient_pool != nullptr),
+               unit +
+                   ": gradients are asked without a host image to write them to (gradient_store is null), or with "
+                   "both an image and a pool");
+    RP_REQUIRE(!use.gradients || use.gradient_pool == nullptr || use.unit->gradient_bytes <= use.gradient_pool->bytes(),
+               unit + ": its " + std::to_string(use.unit->gradient_bytes) +
+                   " bytes of gradients are more than their pool has; make the pool larger");
     for (const HostSegment& segment : use.unit->weights) {
       RP_REQUIRE(segment.offset <= use.unit->weight_bytes && segment.bytes <= use.unit->weight_bytes - segment.offset,
                  unit + ": a segment of " + std::to_string(segment.bytes) + " bytes at offset " +

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/gradient_pool.h"
 #include "core/transfer_engine.h"
 #include "core/weight_unit.h"
 
@@ -28,8 +29,13 @@ struct UnitUse {
   std::shared_ptr<WeightUnit> unit;
   bool gradients = false;          // this job writes the unit's gradients
   void* gradient_load = nullptr;   // host image to start from; null: zeros
-  void* gradient_store = nullptr;  // host image to write; required when gradients
+  void* gradient_store = nullptr;  // host image to write; required when gradients, unless there is a pool
+  std::shared_ptr<GradientPool> gradient_pool = nullptr;  // they go to a place of it, which `finished` gets
 };
+
+// How a download of gradients ended, on the lane's thread: its failure, and where they lie when that is a place of a
+// pool, which is given back with the last copy of the pointer (null: they are in their store, or have failed).
+using GradientsFinished = std::function<void(const std::exception_ptr& failure, std::shared_ptr<std::byte> place)>;
 
 struct UnitPlace {
   void* weights = nullptr;    // device address of the packed image
@@ -68,8 +74,7 @@ class StageStreamer {
   void weights_done(std::uint64_t job, std::size_t index, Stream& compute);
   // The last microbatch has passed the unit: its gradients start down after what `compute` has so far; on the host's
   // sight of completion the write ticket completes. `finished` (may be empty) runs after that, on the lane's thread.
-  void gradients_done(std::uint64_t job, std::size_t index, Stream& compute,
-                      std::function<void(std::exception_ptr)> finished = {});
+  void gradients_done(std::uint64_t job, std::size_t index, Stream& compute, GradientsFinished finished = {});
   // Ends the job: whatever was not done is released the same way (weights) or poisoned (gradients never handed over).
   void close(std::uint64_t job, Stream& compute);
   // Ends a job that will not run or has failed. Poisons its unfinished tickets; copies already issued are waited for

@@ -170,30 +170,40 @@ TransferRequest StageStreamer::State::gradients_upload(const std::shared_ptr<Str
 }
 
 TransferRequest StageStreamer::State::gradients_download(const std::shared_ptr<StreamedJob>& job, std::size_t index,
-                                                         std::shared_ptr<Event> computed,
-                                                         std::function<void(std::exception_ptr)> finished) {
+                                                         std::shared_ptr<Event> computed, GradientsFinished finished) {
   StreamedUnit& unit = job->units[index];
+  const std::size_t image_bytes = unit.use.unit->gradient_bytes;
   TransferRequest request;
   request.direction = Direction::kDeviceToHost;
   request.lane = Lane::kBulk;
   request.traffic = Traffic::kGradients;
-  request.segments.push_back(
-      {unit.use.gradient_store, job->base + unit.gradients.tenancy->extent.begin, unit.use.unit->gradient_bytes});
-  request.ready = [self = shared_from_this(), job, &unit] {
+  request.segments.push_back({unit.use.gradient_store, job->base + unit.gradients.tenancy->extent.begin, image_bytes});
+  request.ready = [self = shared_from_this(), job, &unit, image_bytes] {
     {
       std::lock_guard lock(self->mutex);
       self->refuse_dead(*job, unit);
     }
-    return ticket_readiness(*unit.use.unit, unit.write, "the gradient write");
+    const Readiness readiness = ticket_readiness(*unit.use.unit, unit.write, "the gradient write");
+    if (readiness != Readiness::kReady || unit.use.gradient_pool == nullptr) return readiness;
+    // Last, and not before: who holds a place must not wait for anything (Note [Places of gradients]).
+    unit.gradient_place = unit.use.gradient_pool->try_take(image_bytes);
+    return unit.gradient_place == nullptr ? Readiness::kNotYet : Readiness::kReady;
   };
+  if (unit.use.gradient_pool != nullptr) {
+    request.locate = [job, &unit](std::vector<CopySegment>& segments) {
+      for (CopySegment& segment : segments) segment.dst = unit.gradient_place.get();
+    };
+  }
   request.before = [self = shared_from_this(), computed](Stream& download) { self->device.wait(download, *computed); };
   request.finished = [self = shared_from_this(), job, &unit, computed,
                       finished = std::move(finished)](const std::exception_ptr& failure) {
+    std::shared_ptr<std::byte> place = std::move(unit.gradient_place);
+    if (failure) place = nullptr;
     finish_ticket(*unit.use.unit, unit.write, failure != nullptr);
     // The host saw the download complete, or it never began; compute's own accesses are ordered by its event.
     self->give_back(*job, *unit.gradients.tenancy, computed, true);
     try {
-      if (finished) finished(failure);
+      if (finished) finished(failure, std::move(place));
     } catch (...) {
       self->transfer_ended();
       throw;

@@ -21,6 +21,9 @@ struct StreamedUnit {
   RegionExtents::Claim weights, gradients;
   std::shared_ptr<Handover> weights_up, gradients_up;  // gradients_up: null without gradients
 
+  // Of the download alone, which hands it from the lane's issuer to its reaper: a place of use.gradient_pool.
+  std::shared_ptr<std::byte> gradient_place;
+
   // Guarded by the streamer's mutex. Each flag has one owner from the moment it is set, so that close, abort and the
   // worker, which may run at the same time, each finish a ticket and release a place exactly once.
   std::exception_ptr failure;         // the first failure of an upload
@@ -43,7 +46,7 @@ struct StageStreamer::State : std::enable_shared_from_this<StageStreamer::State>
   TransferRequest weights_upload(const std::shared_ptr<StreamedJob>& job, std::size_t index);
   TransferRequest gradients_upload(const std::shared_ptr<StreamedJob>& job, std::size_t index);
   TransferRequest gradients_download(const std::shared_ptr<StreamedJob>& job, std::size_t index,
-                                     std::shared_ptr<Event> computed, std::function<void(std::exception_ptr)> finished);
+                                     std::shared_ptr<Event> computed, GradientsFinished finished);
   void refuse_dead(const StreamedJob& job, const StreamedUnit& unit);  // throws why nothing may start; mutex held
   void transfer_ended();
 

@@ -64,9 +64,11 @@ struct TransferRequest {
   Direction direction = Direction::kHostToDevice;
   Lane lane = Lane::kBulk;
   Traffic traffic = Traffic::kWeights;
-  std::vector<CopySegment> segments;                 // zero bytes in total is legal: completes like any other
-  std::function<Readiness()> ready;                  // asked on the lane's thread, must not block; a throw poisons with
-                                                     // that reason; empty: ready
+  std::vector<CopySegment> segments;  // zero bytes in total is legal: completes like any other
+  std::function<Readiness()> ready;   // asked on the lane's thread, must not block; a throw poisons with
+                                      // that reason; empty: ready
+  // Once, when ready, before `before`: fills in addresses that nobody knew at submission. Empty: all are known.
+  std::function<void(std::vector<CopySegment>&)> locate;
   std::function<void(Stream&)> before;               // once, just before the first copy: stream waits, zero fills
   std::function<void(std::exception_ptr)> finished;  // once, on the lane's thread; null: the host saw it complete. Must
                                                      // not wait for this lane, nor end the engine

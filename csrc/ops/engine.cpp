@@ -67,14 +67,16 @@ std::size_t fill_threads(std::size_t devices) {
 
 }  // namespace
 
-void Pokes::set(std::vector<TransferEngine*> engines) {
+void Pokes::set(std::vector<TransferEngine*> engines, OptimizerQueue* queue) {
   std::unique_lock lock(mutex_);
   engines_ = std::move(engines);
+  queue_ = queue;
 }
 
 void Pokes::poke() {
   std::shared_lock lock(mutex_);
   for (TransferEngine* engine : engines_) engine->poke();
+  if (queue_ != nullptr) queue_->poke();
 }
 
 Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices, std::size_t memory_limit_bytes,
@@ -111,8 +113,8 @@ Engine::Engine(const std::string& kind, const std::vector<std::int64_t>& devices
     transfers.push_back(room->transfers.get());
     rooms_.push_back(std::move(room));
   }
-  pokes_->set(std::move(transfers));
-  queue_ = std::make_unique<OptimizerQueue>(0, backend_->checker());
+  queue_ = std::make_shared<OptimizerQueue>(0, backend_->checker());
+  pokes_->set(std::move(transfers), queue_.get());
   Arenas::global().add(arena_);
 }
 
@@ -134,7 +136,7 @@ void Engine::tear_down() {
   queue_->shutdown();
   for (auto& room : rooms_) room->transfers->shutdown();
   std::unique_lock lock(use_);
-  pokes_->set({});
+  pokes_->set({}, nullptr);
   queue_.reset();
   for (auto& room : rooms_) {
     room->streamer.reset();

@@ -28,16 +28,18 @@ class HostBackend;
 
 namespace roundpipe::ops {
 
-// Wakes every lane of one engine when a clock advances. A clock outlives the engine, and its observer runs on lanes'
-// threads, so it holds this instead of the engine: no lane may ever be the one to destroy its engine.
+// Wakes every lane and the optimizer queue of one engine when a clock advances. A clock outlives the engine, and its
+// observer runs on lanes' threads, so it holds this instead of the engine: no lane may ever be the one to destroy its
+// engine.
 class Pokes {
  public:
-  void set(std::vector<TransferEngine*> engines);
+  void set(std::vector<TransferEngine*> engines, OptimizerQueue* queue);
   void poke();
 
  private:
-  std::shared_mutex mutex_;  // guards the list: emptied before the engines go
+  std::shared_mutex mutex_;  // guards the rest: emptied before these go
   std::vector<TransferEngine*> engines_;
+  OptimizerQueue* queue_ = nullptr;
 };
 
 struct DeviceRoom {
@@ -69,6 +71,8 @@ class Engine {
   std::size_t device_count() const { return rooms_.size(); }
   ActivationStore& store() { return *store_; }
   OptimizerQueue& queue() { return *queue_; }
+  // For what runs on a lane's thread: no lane may be the one to destroy its engine.
+  const std::shared_ptr<OptimizerQueue>& share_queue() const { return queue_; }
   HappensBefore* checker() const { return backend_->checker(); }
   HostBackend* host_backend() const { return host_backend_; }  // null: real devices
   bool wait_idle(std::chrono::milliseconds timeout);
@@ -92,7 +96,7 @@ class Engine {
   std::shared_ptr<Pokes> pokes_ = std::make_shared<Pokes>();
   std::unique_ptr<ActivationStore> store_;
   std::vector<std::unique_ptr<DeviceRoom>> rooms_;
-  std::unique_ptr<OptimizerQueue> queue_;
+  std::shared_ptr<OptimizerQueue> queue_;
 
   // Held shared by every operator that is inside the rooms, exclusively while they change or go.
   std::shared_mutex use_;

@@ -35,7 +35,7 @@ Unpacked unpack(std::int64_t handle) {
   std::string came;
   const std::uint64_t kind = unpack(handle).kind;
   const bool known =
-      kind >= static_cast<std::uint64_t>(HandleKind::kEngine) && kind <= static_cast<std::uint64_t>(HandleKind::kClaim);
+      kind >= static_cast<std::uint64_t>(HandleKind::kEngine) && kind <= static_cast<std::uint64_t>(HandleKind::kPool);
   if (handle == 0) {
     came = "0, which is no handle";
   } else if (stale) {
@@ -73,6 +73,8 @@ const char* handle_kind_name(HandleKind kind) {
       return "data-plane copy";
     case HandleKind::kClaim:
       return "claim";
+    case HandleKind::kPool:
+      return "gradient pool";
   }
   return "unknown";
 }

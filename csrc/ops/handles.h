@@ -19,7 +19,8 @@ enum class HandleKind : std::uint8_t {
   kFetch,
   kRecompute,
   kTransit,
-  kClaim
+  kClaim,
+  kPool
 };
 const char* handle_kind_name(HandleKind kind);
 

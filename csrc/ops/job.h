@@ -39,11 +39,26 @@ struct Job : OfEngine {
 
   std::size_t device = 0;
   std::uint64_t number = 0;     // the streamer's
-  std::vector<bool> gradients;  // by unit
+  std::vector<bool> gradients;  // by unit: whether this job writes them,
+  std::vector<bool> pooled;     // and whether to a place of a pool
+  std::vector<std::size_t> image_bytes;
   std::shared_ptr<Downloads> downloads;
 
   std::mutex mutex;    // guards `ended`: a job is closed once, whoever comes first
   bool ended = false;  // closed or aborted
+};
+
+// A job that an operator works on: its engine is open and, unless stated, the job too.
+struct OpenJob {
+  explicit OpenJob(std::int64_t handle);
+  std::size_t unit(std::int64_t index) const;           // InvalidArgument when out of range
+  std::size_t gradient_unit(std::int64_t index) const;  // or when the job does not write its gradients
+  // Starts the unit's gradients on their way down. `finished` (may be empty) runs once, unless this throws.
+  void hand_over(std::size_t unit, GradientsFinished finished);
+
+  std::shared_ptr<Job> job;
+  EngineUse use;
+  DeviceRoom& room;
 };
 
 }  // namespace roundpipe::ops

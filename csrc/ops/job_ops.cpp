@@ -7,6 +7,7 @@
 #include "ops/checks.h"
 #include "ops/guard.h"
 #include "ops/job.h"
+#include "ops/pool.h"
 #include "ops/unit.h"
 
 namespace roundpipe::ops {
@@ -31,9 +32,21 @@ void* gradient_image(const Tensor& image, const std::string& argument, const Wei
 }
 
 std::int64_t job_open(std::int64_t engine, std::int64_t device, std::vector<std::int64_t> units,
-                      std::vector<Tensor> loads, std::vector<Tensor> stores) {
+                      std::vector<Tensor> loads, std::vector<Tensor> stores, std::vector<std::int64_t> pooled,
+                      std::int64_t pool_handle) {
   EngineUse use(engine, "engine");
   DeviceRoom& room = use->room(device);
+  std::shared_ptr<GradientPool> pool;
+  if (pool_handle != 0) {
+    const auto found = HandleRegistry::global().get<Pool>(pool_handle, "pool");
+    found->require_engine(use.share(), "pool");
+    pool = found->body;
+  }
+  std::vector<bool> in_pool(units.size());
+  for (std::size_t i = 0; i < pooled.size(); ++i) {
+    if (pool == nullptr) refuse("pool", "a pool for the units of 'pooled'", "0");
+    in_pool[require_index(at("pooled", i).c_str(), pooled[i], units.size())] = true;
+  }
   require_same_length("loads", loads.size(), "units", units.size());
   require_same_length("stores", stores.size(), "units", units.size());
   std::vector<UnitUse> uses;
@@ -48,17 +61,28 @@ std::int64_t job_open(std::int64_t engine, std::int64_t device, std::vector<std:
     UnitUse next;
     next.gradient_load = gradient_image(loads[i], at("loads", i), unit->unit());
     next.gradient_store = gradient_image(stores[i], at("stores", i), unit->unit());
-    next.gradients = next.gradient_store != nullptr;
+    if (in_pool[i]) {
+      if (next.gradient_store != nullptr) {
+        refuse(at("stores", i), "an empty tensor for a unit of 'pooled'", describe(stores[i]));
+      }
+      if (unit->unit().gradient_bytes == 0) refuse(at("pooled", i), "a unit with gradients", "a frozen one");
+      next.gradient_pool = pool;
+    }
+    next.gradients = next.gradient_store != nullptr || in_pool[i];
     if (next.gradient_load != nullptr && !next.gradients) {
       refuse(at("loads", i), "an empty tensor where the store is empty", describe(loads[i]));
     }
     auto held = std::make_shared<HeldUse>();
     held->body = unit->body;
     if (next.gradient_load != nullptr) held->images.push_back(detached(loads[i]));
-    if (next.gradients) held->images.push_back(detached(stores[i]));
-    if (next.gradients) written.push_back(held->images.back());
+    if (next.gradient_store != nullptr) {
+      held->images.push_back(detached(stores[i]));
+      written.push_back(held->images.back());
+    }
     next.unit = std::shared_ptr<WeightUnit>(held, &held->body->unit);
     job->gradients.push_back(next.gradients);
+    job->pooled.push_back(in_pool[i]);
+    job->image_bytes.push_back(unit->unit().gradient_bytes);
     uses.push_back(std::move(next));
   }
   job->device = static_cast<std::size_t>(device);
@@ -66,20 +90,6 @@ std::int64_t job_open(std::int64_t engine, std::int64_t device, std::vector<std:
   job->number = room.streamer->enqueue(std::move(uses));
   return HandleRegistry::global().add(std::move(job));
 }
-
-// A job that an operator works on: its engine is open and, unless stated, the job too.
-struct OpenJob {
-  explicit OpenJob(std::int64_t handle)
-      : job(HandleRegistry::global().get<Job>(handle, "job")), use(job->engine()), room(use->room_at(job->device)) {
-    std::lock_guard lock(job->mutex);
-    if (job->ended) refuse("job", "an open job", "one that was closed or aborted");
-  }
-  std::size_t unit(std::int64_t index) const { return require_index("index", index, job->gradients.size()); }
-
-  std::shared_ptr<Job> job;
-  EngineUse use;
-  DeviceRoom& room;
-};
 
 std::vector<std::int64_t> job_wait_unit(std::int64_t job, std::int64_t index, std::int64_t timeout_ms) {
   OpenJob open(job);
@@ -100,19 +110,12 @@ void job_weights_done(std::int64_t job, std::int64_t index) {
 
 void job_gradients_done(std::int64_t job, std::int64_t index) {
   OpenJob open(job);
-  const std::size_t unit = open.unit(index);
-  if (!open.job->gradients[unit]) {
-    refuse("index", "a unit that the job was opened with a gradient store for", "unit " + std::to_string(index));
+  const std::size_t unit = open.gradient_unit(index);
+  if (open.job->pooled[unit]) {
+    refuse("index", "a unit with an image; job_gradients_update takes one whose gradients go to a pool",
+           "unit " + std::to_string(index));
   }
-  const std::shared_ptr<Downloads> downloads = open.job->downloads;
-  downloads->hand_over();
-  try {
-    open.room.streamer->gradients_done(open.job->number, unit, *open.room.compute,
-                                       [downloads](const std::exception_ptr& failure) { downloads->finish(failure); });
-  } catch (...) {
-    downloads->take_back();
-    throw;
-  }
+  open.hand_over(unit, {});
 }
 
 void job_close(std::int64_t job) {

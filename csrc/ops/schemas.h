@@ -44,6 +44,10 @@
   def("engine_reports(int engine) -> str")                             /* races found, one a line; taken */           \
   def("engine_inject(int engine, str what, int a, int b) -> ()")       /* "delay" seed us, or what fails and when */  \
   def("engine_live(int engine) -> int[]")        /* records, record bytes, peak record bytes, open jobs, handles */   \
+  /* pinned memory (uint8) for gradients between download and update; it lives as long as what lies in it */            \
+  def("gradient_pool_open(int engine, Tensor memory) -> int")                                                          \
+  def("gradient_pool_close(int pool) -> ()")                                                                           \
+  def("gradient_pool_stats(int pool) -> int[]")                        /* bytes, used, peak, places taken, refused */   \
   /* -- units and tickets ------------------------------------------------------------------------------------- */   \
   /* weights: host tensors (any dtype, contiguous) at `offsets` of the packed image of weight_bytes */                \
   /* claim: of whose memory weights are; 0: all of them are pinned */                                                \
@@ -56,11 +60,17 @@
   def("ticket_wait(int ticket, int timeout_ms) -> int")                /* TicketState */                              \
   def("ticket_finish(int ticket, bool poisoned) -> ()")                /* the handle ends */                          \
   /* -- jobs: stages streamed to a device --------------------------------------------------------------------- */   \
-  /* loads/stores: gradient images (uint8, empty = none); a unit with an empty store has no gradients in this job */   \
-  def("job_open(int engine, int device, int[] units, Tensor[] loads, Tensor[] stores) -> int")                       \
+  /* loads/stores: gradient images (uint8, empty = none); a unit with an empty store has no gradients in this job, but  */ \
+  /* those at the positions `pooled`, whose gradients come down to places of `pool`                                     */ \
+  def("job_open(int engine, int device, int[] units, Tensor[] loads, Tensor[] stores, int[] pooled=[], int pool=0) -> int") \
   def("job_wait_unit(int job, int index, int timeout_ms) -> int[]")    /* done, weights offset, gradients offset|-1 */ \
   def("job_weights_done(int job, int index) -> ()")                                                                  \
   def("job_gradients_done(int job, int index) -> ()")                                                                \
+  /* The same, and update_fused when they are there, behind the tickets. A pooled unit's gradients are at byte `offsets`  */ \
+  /* of its place; tensors of their dtypes and sizes stand for them in `gradients`. Gives the update's number.            */ \
+  def("job_gradients_update(int job, int index, int[] tickets, str algorithm, Tensor[] masters, Tensor[] sources, "       \
+      "Tensor[] published, Tensor[] gradients, int[] offsets, Tensor[] moments, Tensor[] scales, float[] steps, "         \
+      "int[] seeds, int[] groups, float[] options, float factor) -> int")                                                 \
   def("job_close(int job) -> ()")                                      /* the handle stays until job_forget */        \
   def("job_abort(int job) -> ()")                                                                                    \
   def("job_wait_gradients(int job, int timeout_ms) -> bool")           /* every download finished; rethrows failure */ \

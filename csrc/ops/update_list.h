@@ -34,7 +34,10 @@ class UpdateList {
 
   std::size_t size() const { return spans_.size(); }
   const cpu::UpdateSpans& spans(std::size_t i) const { return spans_[i]; }
+  std::size_t elements(std::size_t i) const { return elements_[i]; }
   std::size_t index_space() const { return end_; }
+  // Before the first run: the gradient lies elsewhere, in the same dtype.
+  void place_gradient(std::size_t i, const void* gradient) { spans_[i].gradient = gradient; }
 
   // Calls update(position, begin, end) for the elements of each tensor that [begin, end) of the index space holds. May
   // run concurrently on disjoint slices; begin is a multiple of cpu::kUpdateAlignment.

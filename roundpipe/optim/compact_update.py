@@ -26,13 +26,14 @@ class Numbers:
 
 
 class UnitUpdate:
-    """One unit's parameters at ``positions`` (of its trainable ones) with the gradients in ``image``.
+    """One unit's parameters at ``positions`` (of its trainable ones) with the gradients in ``image``; without one, in a
+    place that is found later.
 
     Exact: weights in place. Asynchronous: read in the weight image, written into the shadow.
     """
 
     def __init__(
-        self, memory: CompactMemory, unit: Unit, image: Tensor, positions: Sequence[int], is_async: bool
+        self, memory: CompactMemory, unit: Unit, image: Tensor | None, positions: Sequence[int], is_async: bool
     ) -> None:
         self.image = image
         self._counts = memory.counts  # not the memory, which keeps this
@@ -49,7 +50,10 @@ class UnitUpdate:
             self.masters.append(target if master is None else master)
             self.sources.append(weight if slot.master is None else slot.master)
             self.published.append(target)
-        self.gradients = [flat_view(image, unit.gradient_layouts[i]) for i in positions]
+        layouts = [unit.gradient_layouts[i] for i in positions]
+        # Weights are of the same dtypes and sizes.
+        self.gradients = self.published if image is None else [flat_view(image, layout) for layout in layouts]
+        self.offsets = [layout.offset for layout in layouts] if image is None else []
         kept = [[m if memory.wanted[s.group][k] else _NONE for k, m in enumerate(s.moments)] for s in slots]
         used = [k for k in range(len(memory.names)) if any(moments[k] is not _NONE for moments in kept)]
         self.moments = [moments[k] for k in range(max(used, default=-1) + 1) for moments in kept]
@@ -60,41 +64,66 @@ class UnitUpdate:
 
     def submit(self, engine: int, tickets: Sequence[int], numbers: Numbers, factor: float) -> int:
         """Queues it; optimizer thread, in the order of steps. Gives the update's number."""
-        counts = self._counts
-        if all(numbers.counts_steps):
-            counts[self._indices] += 1
-        else:
-            counts[self._indices] += torch.tensor([float(numbers.counts_steps[g]) for g in self.groups])
-        steps = counts[self._indices].clamp_(min=1).tolist()
         return _ops.update_fused(
-            engine,
-            tickets,
-            numbers.algorithm,
-            self.masters,
-            self.sources,
-            self.published,
-            self.gradients,
-            self.moments,
-            self.scales,
-            steps,
-            self.seeds,
-            self.groups,
-            numbers.options,
-            factor,
-        )
+            engine, tickets, numbers.algorithm, self.masters, self.sources, self.published, self.gradients,
+            self.moments, self.scales, self._steps(numbers), self.seeds, self.groups, numbers.options, factor,
+        )  # fmt: skip
+
+    def submit_behind(self, place: tuple[int, int], tickets: Sequence[int], numbers: Numbers) -> int:
+        """Sends the gradients of unit ``place[1]`` of job ``place[0]`` down, and queues it when they are there."""
+        try:
+            return _ops.job_gradients_update(
+                *place, tickets, numbers.algorithm, self.masters, self.sources, self.published, self.gradients,
+                self.offsets, self.moments, self.scales, self._steps(numbers), self.seeds, self.groups,
+                numbers.options, 1.0,
+            )  # fmt: skip
+        except BaseException:
+            self.uncount(numbers)
+            raise
+
+    def _steps(self, numbers: Numbers) -> list[float]:
+        """This step is counted."""
+        steps: list[float] = self._count(numbers, 1.0).clamp_(min=1).tolist()
+        return steps
+
+    def _count(self, numbers: Numbers, by: float) -> Tensor:
+        if all(numbers.counts_steps):
+            self._counts[self._indices] += by
+        else:
+            self._counts[self._indices] += torch.tensor([by * numbers.counts_steps[g] for g in self.groups])
+        return self._counts[self._indices]
+
+    def uncount(self, numbers: Numbers) -> None:
+        """The step did not happen."""
+        self._count(numbers, -1.0)
+
+
+def pass_tickets_behind(place: tuple[int, int], tickets: Sequence[int], numbers: Numbers) -> int:
+    """As ``submit_behind`` for a unit without any gradient: nothing but its tickets passes."""
+    return _ops.job_gradients_update(
+        *place, tickets, numbers.algorithm, [], [], [], [], [], [], [], [], [], [], [], 1.0
+    )
 
 
 def find_update(
-    memory: CompactMemory, unit: Unit, image: Tensor, positions: tuple[int, ...], is_async: bool
+    memory: CompactMemory, unit: Unit, image: Tensor | None, positions: tuple[int, ...], is_async: bool
 ) -> UnitUpdate:
-    """The update of these parameters from this image, made on first use; optimizer thread."""
-    key = (unit.key, image.data_ptr(), positions, is_async)
+    """The update of these parameters from this image, made on first use; optimizer thread, or an announced step's."""
+    key = (unit.key, 0 if image is None else image.data_ptr(), positions, is_async)
     found = memory.updates.get(key)
     if found is None or found.image is not image:
         if len(memory.updates) > 16 * len(memory.slots):  # parameters that now have a gradient and now have none
             memory.updates.clear()
         found = memory.updates[key] = UnitUpdate(memory, unit, image, positions, is_async)
     return found
+
+
+def forget_images(memory: CompactMemory, units: Sequence[Unit]) -> None:
+    """Updates and norms from gradient images that these units have given up would keep them."""
+    bare = {unit.key for unit in units if unit.host_gradient_bytes == 0}
+    for key, found in list(memory.updates.items()):
+        if key[0] in bare and found.image is not None:
+            memory.updates.pop(key, None)
 
 
 class SquareSum:

@@ -100,6 +100,51 @@ TEST(OptimizerQueue, AnUpdateInPlaceWaitsForAllItsTickets) {
   EXPECT_EQ(unit->clock.state(unit->clock.issue(TicketKind::kGradientWrite)), TicketState::kReady);
 }
 
+TEST(OptimizerQueue, NobodyWaitsBehindAnUpdateThatIsNotReady) {
+  OptimizerQueue queue(2, nullptr);
+  auto late = make_unit(), ready = make_unit();
+  for (const auto& unit : {late, ready}) unit->clock.set_observer([&queue] { queue.poke(); });
+  const Ticket write = late->clock.issue(TicketKind::kGradientWrite);
+  std::vector<int> order;
+  Update first = simple([&] { order.push_back(1); });
+  first.tickets = {{late, late->clock.issue(TicketKind::kGradientTake)}};
+  const std::uint64_t waits = queue.submit(std::move(first));
+  // As a download that needs a place: it is over only when a later update has ended.
+  Update second = simple([&] { order.push_back(2); });
+  second.tickets = {{ready, ready->clock.issue(TicketKind::kGradientTake)}};
+  ASSERT_TRUE(queue.wait(queue.submit(std::move(second)), kLong));
+  Update same_unit = simple([&] { order.push_back(4); });
+  same_unit.tickets = {{late, late->clock.issue(TicketKind::kPublish)}};  // ready, but what came before may prepare it
+  queue.submit(std::move(same_unit));
+  const std::uint64_t last = queue.submit(simple([&] { order.push_back(3); }));
+  EXPECT_FALSE(queue.wait(last, milliseconds(30))) << "without tickets it keeps its turn";
+  late->clock.complete(write);
+  EXPECT_TRUE(queue.wait(last, kLong));
+  EXPECT_TRUE(queue.wait(waits, milliseconds(0)));
+  EXPECT_EQ(order, (std::vector<int>{2, 1, 4, 3}));
+}
+
+TEST(OptimizerQueue, ANumberMayBeWaitedForBeforeItsUpdateComes) {
+  OptimizerQueue queue(2, nullptr);
+  const std::uint64_t early = queue.reserve(), given_up = queue.reserve(), never = queue.reserve();
+  EXPECT_TRUE(queue.wait(queue.submit(simple([] {})), kLong)) << "later ones do not wait for it";
+  EXPECT_FALSE(queue.wait(early, milliseconds(10)));
+  bool ran = false;
+  std::thread waiter([&] { EXPECT_TRUE(queue.wait(early, kLong)); });
+  queue.submit(early, simple([&] { ran = true; }));
+  waiter.join();
+  EXPECT_TRUE(ran);
+  EXPECT_THROW(queue.submit(early, simple([] {})), InvalidArgument);
+  queue.give_up(given_up, std::make_exception_ptr(std::runtime_error("did not arrive")));
+  EXPECT_THROW(queue.wait(given_up, kLong), std::runtime_error);
+  EXPECT_THROW(queue.submit(given_up, simple([] {})), InvalidArgument);
+  queue.shutdown();
+  EXPECT_THROW(queue.wait(never, kLong), Poisoned);
+  EXPECT_THROW(queue.submit(never, simple([] {})), Error);
+  EXPECT_THROW(queue.reserve(), Error);
+  queue.give_up(never, nullptr);  // too late, and harmless
+}
+
 TEST(OptimizerQueue, OnePoisonedTicketPoisonsAllOfAnUpdate) {
   OptimizerQueue queue(2, nullptr);
   auto unit = make_unit();

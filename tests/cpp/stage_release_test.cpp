@@ -93,7 +93,7 @@ void iteration(StreamerRig& rig, RigUnit& a, RigUnit& b) {
   std::vector<std::uint64_t> jobs;
   std::mutex mutex;
   std::exception_ptr late;
-  const auto finished = [&](std::exception_ptr failure) {
+  const auto finished = [&](const std::exception_ptr& failure, const auto&) {
     std::lock_guard lock(mutex);
     if (failure && !late) late = failure;
   };

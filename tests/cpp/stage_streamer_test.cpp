@@ -28,7 +28,8 @@ TEST(StageStreamer, BringsWeightsAndTakesGradientsBack) {
     rig.add(pa, *a, 5);
     std::promise<std::exception_ptr> finished;
     rig.streamer->weights_done(job, 1, *rig.compute);
-    rig.streamer->gradients_done(job, 0, *rig.compute, [&](std::exception_ptr e) { finished.set_value(e); });
+    rig.streamer->gradients_done(job, 0, *rig.compute,
+                                 [&](const std::exception_ptr& e, const auto&) { finished.set_value(e); });
     EXPECT_EQ(finished.get_future().get(), nullptr);
     // The first sum starts from zeros whatever the host image held, the second from the first.
     for (Word i = 0; i < 150; ++i) EXPECT_EQ(a->gradients[i], (load ? 2 : 1) * (5 + i));
@@ -174,7 +175,7 @@ TEST(StageStreamer, TicketsHoldBackUploadsAndDownloads) {
   EXPECT_TRUE(a->matches(place.weights));
   rig.add(place, *a, 3);
   std::atomic<bool> finished{false};
-  rig.streamer->gradients_done(job, 0, *rig.compute, [&](std::exception_ptr) { finished = true; });
+  rig.streamer->gradients_done(job, 0, *rig.compute, [&](const std::exception_ptr&, const auto&) { finished = true; });
   rig.streamer->close(job, *rig.compute);
   EXPECT_FALSE(rig.streamer->wait_idle(milliseconds(20)));  // rule 4
   EXPECT_FALSE(finished.load());
