@@ -68,6 +68,8 @@ def test_training_calls_every_operator_of_the_table(called_operators: set[str]) 
         compact = roundpipe.optim.SGD(wrapped, lr=0.1, max_grad_norm=1.0)
         wrapped.forward_backward((torch.randn(6, 8),), loss_fn=lambda out, _: out.square().mean())
         wrapped.step(compact)
+        compact.max_grad_norm = None
+        wrapped.forward_backward((torch.randn(6, 8),), loss_fn=lambda out, _: out.square().mean(), step=compact)
         wrapped.synchronize()
         del wrapped, optimizer, compact
         gc.collect()
