@@ -151,6 +151,29 @@ def test_images_go_and_come_back() -> None:
     assert_equal(*results)
 
 
+def test_what_is_frozen_between_two_steps_is_left_alone() -> None:
+    """The unit is packed anew: what was prepared for the old packing would write to its neighbours."""
+    roundpipe.use_devices("host:1")
+    results = []
+    for announced in (True, False):
+        torch.manual_seed(0)
+        wrapped = RoundPipe(
+            nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(3)]).bfloat16()
+        )
+        optimizer = optim.AdamW(wrapped, lr=1e-2)
+        for number in range(6):
+            if number % 2:
+                wrapped.model[1][0].requires_grad_(number == 3)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).bfloat16()
+            step = optimizer if announced else None
+            wrapped.forward_backward((x,), loss_fn=lambda o, _: o.float().square().sum(), step=step)
+            if step is None:
+                wrapped.step(optimizer, is_async=False)
+            wrapped.synchronize()
+        results.append(everything(wrapped, optimizer))
+    assert_equal(*results)
+
+
 def test_a_copy_that_fails_gives_its_place_back_and_counts_no_step() -> None:
     """Whatever copy fails: either nothing was updated and the call can be made again, or it is a PartialStepError."""
     undone = partial = 0

@@ -36,6 +36,7 @@ class UnitUpdate:
         self, memory: CompactMemory, unit: Unit, image: Tensor | None, positions: Sequence[int], is_async: bool
     ) -> None:
         self.image = image
+        self.packing = unit.gradient_layouts  # another list when the unit was packed anew
         self._counts = memory.counts  # not the memory, which keeps this
         self.masters: list[Tensor] = []
         self.sources: list[Tensor] = []
@@ -111,7 +112,7 @@ def find_update(
     """The update of these parameters from this image, made on first use; optimizer thread, or an announced step's."""
     key = (unit.key, 0 if image is None else image.data_ptr(), positions, is_async)
     found = memory.updates.get(key)
-    if found is None or found.image is not image:
+    if found is None or found.image is not image or found.packing is not unit.gradient_layouts:
         if len(memory.updates) > 16 * len(memory.slots):  # parameters that now have a gradient and now have none
             memory.updates.clear()
         found = memory.updates[key] = UnitUpdate(memory, unit, image, positions, is_async)
