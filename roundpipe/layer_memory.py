@@ -300,9 +300,9 @@ def _fake(like: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> tor
         return torch.empty(like.size(), dtype=like.dtype, device=device)
 
 
-_SAME = frozenset({"_parameters", "_buffers", "_modules", "layer_idx"})
-"""Attributes that do not tell equal layers apart. ``layer_idx`` is how models of transformers number theirs; what
-depends on it stands in other attributes too."""
+_SAME = frozenset({"_parameters", "_buffers", "_modules", "_index", "layer_idx"})
+"""Attributes that do not tell equal layers apart. ``layer_idx`` is how models of transformers number theirs, ``_index``
+how their converted blocks are numbered; what depends on it stands in other attributes too."""
 
 
 def _kind(layer: nn.Module) -> Any:

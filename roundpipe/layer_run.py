@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .errors import ConfigError
 from .gpu_kernels import kernels_of
 from .hf.assumed_values import assumed_values
-from .layer_memory import FakeRun, LayerMemory, Measured, _caller, _tree_bytes
+from .layer_memory import FakeRun, LayerMemory, Measured, _caller, _shapes, _tree_bytes
 
 __all__ = ["LayerRun", "Work"]
 
@@ -57,7 +56,6 @@ class LayerRun(FakeRun):
         super().__init__(layers, torch.device("cpu"))
         self._kind = kind
         self._layers = list(layers)
-        self._signatures = [_signature(layer) for layer in layers]
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, loss_fn: Callable[[Any, Any], Any] | None
@@ -75,7 +73,7 @@ class LayerRun(FakeRun):
                 tree: Any = self._faked((args, kwargs))
                 for index, replica in enumerate(self._replicas):
                     what = f"layer {index} ({type(self._layers[index]).__name__})"
-                    key = (index == 0, self._signatures[index], _tree_signature(tree))
+                    key = (index == 0, self._kinds[index], _shapes(tree))
                     if key not in known:
                         known[key] = self._run_one(_caller(replica, index == 0), tree)
                     memory, done, tree = known[key]
@@ -118,31 +116,3 @@ def _losses(value: Any) -> Any:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {got}; expected a one-element tensor, or several of them in a list.")
     return value
-
-
-def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that do the same with weights of the same kind."""
-    parts: list[Any] = []
-    for module in layer.modules():
-        plain = tuple(
-            (name, value)
-            for name, value in sorted(vars(module).items())
-            if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and not _is_position(name)
-        )
-        own = (*module._parameters.items(), *module._buffers.items())
-        tensors = tuple((n, t.shape, t.stride(), t.dtype, t.requires_grad) for n, t in own if t is not None)
-        parts.append((type(module), plain, tensors))
-    return tuple(parts)
-
-
-def _is_position(name: str) -> bool:
-    """Attributes that only say which layer this is."""
-    return name in ("_index", "index", "layer_idx", "layer_id", "layer_index", "layer_number", "_routes")
-
-
-def _tree_signature(tree: Any) -> tuple[Any, ...]:
-    leaves, spec = pytree.tree_flatten(tree)
-    described = [
-        (tuple(x.shape), x.stride(), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else id(x) for x in leaves
-    ]
-    return (str(spec), *described)

@@ -288,6 +288,18 @@ def test_alike_layers_are_run_once_and_others_are_not(monkeypatch: pytest.Monkey
     assert [w.flops for w in work[:4]] == [2 * 2 * 16 * 32 * 64] * 4
 
 
+def test_blocks_of_a_language_model_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = list(causal_lm_to_sequential(language_model(qwen(num_hidden_layers=6), torch.bfloat16)))
+    tokens = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    kwargs = dict(input_ids=tokens, labels=tokens, return_logits=False)
+    calls = []
+    original = FakeRun._measure
+    monkeypatch.setattr(FakeRun, "_measure", lambda self, *a, **k: (calls.append(1), original(self, *a, **k))[1])
+    memory, work = LayerRun(layers, "cuda").run((), kwargs, None, lambda out, _: out.loss)
+    assert len(calls) <= 5  # prefix, a first block whose input may be unlike the others', a block, head, loss
+    assert len(memory.layers) == len(work) == 8
+
+
 def test_models_of_transformers_build_no_masks_for_tensors_without_values() -> None:
     """Also where a run is measured to say what would need less memory."""
     layers = list(causal_lm_to_sequential(language_model(qwen(), torch.bfloat16)))
