@@ -12,6 +12,7 @@ import torch
 
 from . import _ops
 from .engine import Engine, Worker
+from .errors import DeviceOutOfMemory
 
 __all__ = ["LinkSpeed", "host_copy_bytes_per_s", "measure_link"]
 
@@ -41,8 +42,14 @@ def measure_link(engine: Engine, worker: Worker, size_bytes: int, repeats: int =
     Raises:
         DeviceOutOfMemory, HostOutOfMemory: there is no room for the copies; nothing is kept.
     """
-    with engine.dispatch_lock:
-        engine.reserve_regions([3 * size_bytes] * engine.device_count, [3 * size_bytes] * engine.device_count)
+    region_bytes = [3 * size_bytes] * engine.device_count
+    try:
+        with engine.dispatch_lock:
+            engine.reserve_regions(region_bytes, region_bytes)
+    except DeviceOutOfMemory:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise DeviceOutOfMemory(f"no room for the copies that are timed: {error}", device=worker.name) from error
     measurement = _Measurement(size_bytes, repeats)
     worker.submit(measurement)
     result = measurement.results.get()

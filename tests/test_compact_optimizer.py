@@ -317,6 +317,7 @@ def test_freezing_unfreezing_and_added_groups() -> None:
     layer.up.requires_grad_(True)
     with pytest.raises(errors.ConfigError, match=r"'3\.up\.weight'.*add_param_group"):
         train(wrapped, optimizer, range(2, 3))
+    optimizer.zero_grad()  # or the next step would take them, of what is frozen below too
     optimizer.add_param_group({"params": "3.up.*", "lr": 1e-3})
     optimizer.add_param_group({"params": list(layer.down.parameters()), "lr": 1e-3})  # frozen still
     wrapped.model[0].requires_grad_(False)

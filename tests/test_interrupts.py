@@ -131,7 +131,9 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
                     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=generator.random() < 0.5)
             finally:
                 sender.join()
-                time.sleep(0.05)  # one that struck in a destructor is sent again
+                for thread in threading.enumerate():  # one that struck in a destructor is sent again
+                    if isinstance(thread, threading.Timer):
+                        thread.join()
         except KeyboardInterrupt:
             struck += 1
     assert struck >= 5
