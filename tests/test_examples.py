@@ -276,7 +276,7 @@ def test_scaling_compares_devices_bit_for_bit(examples_path, tmp_path):
     # The same plan moves the same bytes, on however many links. What layers hand on unchanged comes up once a device.
     for name, total in one["link_bytes"][0].items():
         moved = sum(link[name] for link in three["link_bytes"])
-        assert moved == total or (name == "up_activations" and total < moved <= 3 * total), name
+        assert moved == total or (name in ("up_activations", "up_inputs") and total < moved <= 3 * total), name
     assert one["link_bytes"][0]["up_weights"] > 0
 
 

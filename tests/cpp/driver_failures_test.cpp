@@ -113,7 +113,9 @@ void life(const std::shared_ptr<FailingBackend>& backend, const Weights& weights
     ASSERT_EQ(static_cast<unsigned char*>(place.gradients)[i], 0);
     static_cast<unsigned char*>(place.gradients)[i] = pattern(i);
   }
-  streamer.gradients_done(job, 0, *compute, [&late](const std::exception_ptr& failure) { late.note(failure); });
+  streamer.gradients_done(
+      job, 0, *compute,
+      [&late](const std::exception_ptr& failure, const std::shared_ptr<std::byte>&) { late.note(failure); });
   streamer.close(job, *compute);
   ASSERT_TRUE(streamer.wait_idle(kLong));
   late.rethrow();
