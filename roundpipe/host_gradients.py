@@ -102,6 +102,10 @@ def _image(state: TrainingState, unit: Unit) -> torch.Tensor:
         for task in state._tasks[:-1]:
             task.wait()
         newest = state._tasks[-1].window if state._tasks else None
+        # Its last call started from this image, and may have yet to load what is in it.
+        for call in () if newest is None else newest.calls:
+            if unit.key in call.stores:
+                call.wait_jobs()
         image = unit.gradient_image(other_than=None if newest is None else newest.image(unit))
         image.zero_()
     return image

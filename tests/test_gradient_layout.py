@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -154,3 +156,63 @@ def test_layers_frozen_from_the_start_are_no_matter_of_steps() -> None:
     wrapped.step(optimizer, is_async=False)
     wrapped.synchronize()
     assert torch.equal(model[0].weight, before) and torch.equal(model[0].weight.grad, torch.ones(4, 4))
+
+
+class Gate(nn.Module):
+    """Its backward waits for ``open``, if it was closed."""
+
+    open: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and self.open is not None:
+            open_ = self.open
+            x = x * 1.0
+            x.register_hook(lambda grad: (open_.wait(30), None)[1])
+        return x
+
+
+def test_a_gradient_left_on_a_host_weight_clears_no_sum_that_a_call_still_loads() -> None:
+    """Two calls of a window and an asynchronous step are dispatched; the second call has yet to load the sum of the
+    first when the next window begins with a gradient of the caller's own."""
+    roundpipe.use_devices("host:1")
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64) for _ in range(6)]
+    plain = nn.Sequential(*copy.deepcopy(layers[:4]), Gate(), *copy.deepcopy(layers[4:]))
+    wrapped = RoundPipe(nn.Sequential(*layers[:4], Gate(), *layers[4:]))
+    with OptimizerCtx():
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=LR)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(7))
+    batches = [torch.randn(4, 64) for _ in range(3)]
+
+    def call(x: torch.Tensor) -> None:
+        wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().sum(), run_config=config)
+
+    call(batches[0])
+    wrapped.synchronize()
+    wrapped.model[4].open = threading.Event()
+    call(batches[1])
+    wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    (layers[0].weight * 2.0).sum().backward()
+    timer = threading.Timer(0.3, wrapped.model[4].open.set)
+    timer.start()
+    call(batches[2])
+    wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    timer.join()
+
+    def plain_loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.square().sum() for part in plain(x).split(2)]).sum()
+
+    plain_loss(batches[0]).backward()
+    plain_loss(batches[1]).backward()
+    # The third call computes with the weights of before the step.
+    stale = copy.deepcopy(plain)
+    plain_optimizer.step()
+    plain_optimizer.zero_grad()
+    stale.zero_grad()
+    (stale[0].weight * 2.0).sum().backward()
+    torch.stack([part.square().sum() for part in stale(batches[2]).split(2)]).sum().backward()
+    for parameter, other in zip(plain.parameters(), stale.parameters(), strict=True):
+        parameter.grad = other.grad
+    plain_optimizer.step()
+    oracle.assert_same_state(wrapped.model, plain)
