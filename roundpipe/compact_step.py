@@ -188,10 +188,14 @@ class CompactStep(OptimizerTask, Shadows):
     def _update(self, factor: float | None) -> None:
         """Queues the updates. Without a factor only their tickets pass, and nothing is poisoned."""
         assert self.window is not None and self._numbers is not None
-        # Queued in this order. The next forward needs the first layers first, the next backward frees the last first.
-        if not self.is_async:
-            self._updates.reverse()
-        while self._updates:
+        # Queued in the order in which the next iteration waits for them: an exact step's weights from the first layer
+        # on, in its forward; an asynchronous one's gradients, which its backward writes again, from the last layer on.
+        # There a tied embedding comes first: the head's gradients would wait for it, and all others behind them.
+        if self.is_async:
+            self._updates.sort(key=lambda update: update[0].layers[-1])
+        else:
+            self._updates.sort(key=lambda update: -update[0].layers[0])
+        while self._updates:  # from the end
             unit, image, tickets = self._updates[-1]
             touched = tuple(sorted(self.window.touched(unit))) if factor is not None else ()
             if factor is not None and touched:

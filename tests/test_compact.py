@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe import RoundPipe, _ops, optim
+from roundpipe import RoundPipe, _ops, compact_step, optim
 from roundpipe import engine as engines
 
 from . import by_hand
@@ -179,3 +179,27 @@ def test_a_norm_is_measured_without_clipping() -> None:
     assert got_losses == losses
     assert_same(got_masters, masters)
     assert optimizer.grad_norm == pytest.approx(norms[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+def test_updates_go_in_the_order_in_which_the_next_iteration_waits(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights from the first layer on; gradients, which the next backward writes again, from the last layer on. The
+    tied embedding stands in both: it comes first in either order."""
+    roundpipe.use_devices("host:1")
+    order: list[tuple[int, ...]] = []
+    find = compact_step.find_update
+
+    def noting(memory: Any, unit: Any, *rest: Any) -> Any:
+        order.append(unit.layers)
+        return find(memory, unit, *rest)
+
+    monkeypatch.setattr(compact_step, "find_update", noting)
+    wrapped = train("decoder", is_async, steps=1)[2]
+    wrapped.synchronize()
+    tied = next(layers for layers in order if len(layers) > 1)
+    assert {tied[0], tied[-1]} == {0, wrapped.num_layers - 1}
+    place = [layers[-1] if is_async else layers[0] for layers in order]
+    assert place == sorted(place, reverse=is_async) and len(order) > 3
+    assert place.index(place[0]) <= order.index(tied) <= place.count(place[0])
