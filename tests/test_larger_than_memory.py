@@ -13,6 +13,12 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that runs the other tests without; processes inherit it."""
+    monkeypatch.delenv("ROUNDPIPE_SKIP_MEMORY_CHECK", raising=False)
+
+
 @pytest.mark.timeout(300)
 def test_a_model_larger_than_its_control_group_trains_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where control groups can be made; the limit is real, and beyond it the kernel kills."""
