@@ -48,6 +48,7 @@ def rig() -> Iterator[SimpleNamespace]:
     _ops.record_drop(r.gone)
     r.fetch = _ops.fetch_start(r.engine, 0, r.record, [torch.empty(4)], 2)
     yield r
+    _ops.host_claim_drop(r.foreign_claim)
     _ops.fetch_cancel(r.fetch)
     for job in (r.job, r.writing_job, r.pooled_job):
         _ops.job_abort(job)
