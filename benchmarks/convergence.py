@@ -20,8 +20,9 @@ import torch
 from common import RESULTS, machine_facts, write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from finetune import build_model, heldout_loss
+from finetune import build_model
 from finetune_options import SIZES, Size
+from heldout import heldout_loss
 from stdlib_corpus import read_corpus, to_rows, train_tokenizer, unigram_loss
 
 import roundpipe

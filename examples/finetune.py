@@ -20,6 +20,7 @@ import torch
 import transformers
 from command_line import UsageError, choose_devices, choose_pieces, run_main
 from finetune_options import SIZES, Size, parse_arguments, parse_plan
+from heldout import heldout_loss
 from stdlib_corpus import read_corpus, to_rows, train_tokenizer, unigram_loss
 from tqdm import tqdm
 
@@ -52,21 +53,6 @@ def build_model(size: Size, tokenizer) -> transformers.PreTrainedModel:
 
 def _on_gpu() -> bool:
     return any(device.kind == "cuda" for device in roundpipe.devices())
-
-
-def heldout_loss(model, rows: torch.Tensor, batch: int) -> float:
-    """Mean loss (nats a token) over the rows, by the streamed forward."""
-    model.synchronize()
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for part in rows.split(batch):
-            # One row a microbatch weighs all rows alike, however many the last batch has.
-            config = RoundPipeRunConfig(num_microbatch=len(part))
-            output = model(input_ids=part, labels=part, return_logits=False, roundpipe_run_config=config)
-            total += output.loss.item() * len(part)
-    model.train()
-    return total / len(rows)
 
 
 def memory_text() -> dict[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from command_line import Parser, UsageError, choose_devices, choose_pieces, count, positive, run_main
+from heldout import heldout_loss
 from peft import LoraConfig, PeftModel, get_peft_model
 from stdlib_corpus import read_corpus, to_rows, train_tokenizer
 
@@ -67,19 +68,6 @@ def load_mapped(folder: Path) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {folder}: {' '.join(str(error).split())[:300]}") from error
-
-
-def mean_loss(model, rows: torch.Tensor, batch: int) -> float:
-    """Loss of a token over the rows, by the streamed forward."""
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for part in rows.split(batch):
-            config = RoundPipeRunConfig(num_microbatch=len(part))
-            output = model(input_ids=part, labels=part, return_logits=False, roundpipe_run_config=config)
-            total += output.loss.item() * len(part)
-    model.train()
-    return total / len(rows)
 
 
 def train(model, rows: torch.Tensor, args: argparse.Namespace, pieces: int) -> None:
@@ -142,9 +130,9 @@ def run(args: argparse.Namespace) -> None:
         f"frozen: {frozen / 1e6:.1f} MB, of which {mapped / 1e6:.1f} MB mapped from {folder}; "
         f"trained: {trained:,} parameters of adapters; devices: {', '.join(d.name for d in devices)}"
     )
-    before = mean_loss(model, kept, args.batch)
+    before = heldout_loss(model, kept, args.batch)
     train(model, rows, args, pieces)
-    print(f"held-out loss after: {mean_loss(model, kept, args.batch):.3f}  (before: {before:.3f})")
+    print(f"held-out loss after: {heldout_loss(model, kept, args.batch):.3f}  (before: {before:.3f})")
     save_and_check(model, adapted, folder, args.output, kept[:2])
 
 

@@ -146,9 +146,8 @@ def train(
 
     if step is not None and config.on_oom == "adapt":
         raise ConfigError(
-            'forward_backward(step=...) with on_oom="adapt": layers are updated before the call has ended, so a '
-            "failure "
-            'cannot be rolled back. Use on_oom="raise", or call model.step(optimizer) after forward_backward.'
+            'forward_backward(step=...) with on_oom="adapt": layers are updated before the call has ended, so that a '
+            'failure cannot be rolled back. Use on_oom="raise", or call model.step(optimizer) after forward_backward.'
         )
     return adapting(state, config, "fused", attempt)
 
