@@ -4,9 +4,10 @@ Note [Announced steps]
   An ordinary step waits until its calls have ended well, so that a failure changes nothing. Announced, the update of a
   unit is queued when its gradients have come down, behind a take and a publish ticket that were taken when the last job
   that writes them was dispatched: so it runs beside the backward of lower layers, and the next forward finds it done.
-  The price is that a failure after the first such update leaves weights of two steps (PartialStepError). Nothing may be
-  asked of all gradients together, so there is no norm and no loss scale. Results are those of an exact step, and most
-  gradients need no image (Note [Gradients in passing]).
+  The price is that a failure after the first such update leaves weights of two steps (PartialStepError). One after the
+  last (a loss that does not come down, a merge function that raises) leaves a step whose call has failed, and is told
+  in the same way. Nothing may be asked of all gradients together, so there is no norm and no loss scale. Results are
+  those of an exact step, and most gradients need no image (Note [Gradients in passing]).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class AnnouncedStep(OptimizerTask):
         self._lock = threading.Lock()  # covers what is below: several workers hand over
         self._tickets: dict[int, list[int]] = {}  # by unit; not in an update yet
         self._updating: list[tuple[Unit, UnitUpdate | None, int]] = []
+        self._updated: list[Unit] = []  # once it has ended: whose weights and state are this step's
 
     # -- caller's thread, before and while the call's jobs are opened ----------------------------------------------
     def plan(self, jobs: Sequence[StageJob]) -> None:
@@ -101,11 +103,11 @@ class AnnouncedStep(OptimizerTask):
     # -- optimizer thread ----------------------------------------------------------------------------------------------
     def _work(self) -> None:
         well = self._calls_ended_well()
-        updated, failure = [], None
+        failure = None
         for unit, update, number in self._updating:
             try:
                 _ops.wait(_ops.update_wait, self.engine.handle, number)
-                updated.append(unit)
+                self._updated.append(unit)
             except RoundPipeError as error:
                 failure = failure or error
                 if update is not None:
@@ -118,19 +120,30 @@ class AnnouncedStep(OptimizerTask):
             self.window = None
             forget_images(self.memory, [unit for unit, _, _ in self._updating])
             return
-        if not updated:
+        if not self._updated:
             self.cancelled = True  # nothing has changed: the window's earlier calls come back
             return
         self.cancelled = False
         assert self.window is not None
         cause = next((call.error for call in self.window.calls if call.error is not None), failure)
-        layers = tuple(sorted({layer for unit in updated for layer in unit.layers}))
-        partial = PartialStepError(
+        raise self._partial(cause) from cause
+
+    def _partial(self, cause: BaseException | None) -> PartialStepError:
+        layers = tuple(sorted({layer for unit in self._updated for layer in unit.layers}))
+        return PartialStepError(
             f"a call failed after its announced step had updated layers {', '.join(map(str, layers))}: weights and "
-            f"optimizer state are a mixture of two steps. Load the last checkpoint before training goes on. ({cause})",
+            f"optimizer state are not those of before the call. Load the last checkpoint before training goes on. "
+            f"({cause})",
             layers=layers,
         )
-        raise partial from cause
+
+    def outlived(self, failure: BaseException) -> PartialStepError | None:
+        """What to tell of a call that failed after this step, which has ended, went well; None: it changed nothing."""
+        if not self._updated:
+            return None
+        error = self._partial(failure)
+        error.__cause__ = failure
+        return error
 
     def _let_go(self) -> None:
         for tickets in self._tickets.values():

@@ -95,7 +95,8 @@ def _where(device: str | None, phase: str | None, stage: int | None, layer: int 
 
 
 class PartialStepError(RoundPipeError):
-    """A step failed after some layers had been updated; weights are a mixture of two steps, so nothing is retried.
+    """A step, or the call that it was announced with, failed after layers had been updated: weights are not those of
+    before, and may be a mixture of two steps, so nothing is retried.
 
     Load the last checkpoint before training goes on. ``layers`` holds the indices of the layers already updated, as
     far as known.

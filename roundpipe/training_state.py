@@ -402,6 +402,11 @@ class TrainingState:
         for task in self._tasks:
             if isinstance(task.error, PartialStepError):
                 return task.error  # what failed is its cause
+        for call in self._calls:
+            if call.error is not None and call.announced is not None:
+                outlived = call.announced.outlived(call.error)
+                if outlived is not None:
+                    return outlived
         told = [c.error for c in self._calls if c.told]
         failures = [c.error for c in self._calls if c.error is not None and not any(c.error is t for t in told)]
         failures += [t.error for t in self._tasks if t.error is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, errors, optim
@@ -181,3 +182,108 @@ def test_what_cannot_be_announced() -> None:
     clipped.max_grad_norm = None
     announce(wrapped, clipped, "mlp", 0, torch.bfloat16)
     wrapped.synchronize()
+
+
+def lone_layer() -> tuple[RoundPipe, Any]:
+    """One trained layer above a frozen one, so that its gradients are the only ones to come down."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)).bfloat16()
+    wrapped = RoundPipe(layers)
+    return wrapped, optim.AdamW(wrapped, lr=1e-2)
+
+
+def lone_call(wrapped: RoundPipe, optimizer: Any, seed: int) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(2))
+    loss_fn = lambda out, _: out.float().square().sum()  # noqa: E731
+    wrapped.forward_backward((x,), loss_fn=loss_fn, run_config=config, step=optimizer)
+    wrapped.synchronize()
+
+
+def all_state(wrapped: RoundPipe, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Weights, masters, moments and the numbers of steps, of which Adam's corrections depend."""
+    found = {name: value.clone() for name, value in wrapped.state_dict().items()} | dict(optimizer.named_masters())
+    for key, state in optimizer.state_dict()["state"].items():
+        found |= {f"{name} {key}": value.clone() for name, value in state.items()}
+    return found
+
+
+@pytest.mark.parametrize("fails", ["copies", "submission"])
+def test_an_update_that_did_not_happen_is_not_counted(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy of a call fails in turn, or the update cannot be queued: the same call made again is the first one."""
+    roundpipe.use_devices("host:1")
+    handle = engines.current().handle
+    twin = lone_layer()
+    lone_call(*twin, 0)
+    first = all_state(*twin)
+    lone_call(*twin, 1)
+    second = all_state(*twin)
+    assert {float(value) for name, value in first.items() if name.startswith("step ")} == {1.0}
+    counted: list[Any] = []  # updates that were given a number of steps and then did not happen
+    submit = _ops.job_gradients_update
+
+    def noted(*args: Any) -> int:
+        counted.append(args)
+        if fails == "submission":
+            raise RoundPipeError("not now")
+        return submit(*args)
+
+    undone = set()
+    for number in range(100):
+        wrapped, optimizer = lone_layer()
+        lone_call(wrapped, optimizer, 0)
+        counted.clear()
+        _ops.engine_inject(handle, "fail_copy", number if fails == "copies" else -1, 0)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(_ops, "job_gradients_update", noted)
+                lone_call(wrapped, optimizer, 1)
+        except PartialStepError:  # the loss did not come down; the layer was updated
+            continue
+        except RoundPipeError:
+            undone.add(bool(counted))
+        else:
+            break
+        finally:
+            _ops.engine_inject(handle, "fail_copy", -1, 0)
+        got = all_state(wrapped, optimizer)
+        assert [name for name, value in got.items() if not torch.equal(value, first[name])] == [], number
+        lone_call(wrapped, optimizer, 1)
+        got = all_state(wrapped, optimizer)
+        assert [name for name, value in got.items() if not torch.equal(value, second[name])] == [], number
+        if fails == "submission":
+            break
+    assert number < 99 and True in undone
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_call_that_fails_after_its_step_says_that_the_step_was_taken(devices: int) -> None:
+    """The caller's own function raises when every layer was updated: whoever repeats the call would step twice."""
+    roundpipe.use_devices(f"host:{devices}")
+    twin = lone_layer()
+    for seed in range(2):
+        lone_call(*twin, seed)
+    want = all_state(*twin)
+    wrapped, optimizer = lone_layer()
+    lone_call(wrapped, optimizer, 0)
+
+    def merge(outputs: list[Any]) -> Any:
+        wrapped._state.drain()
+        raise ValueError("no output")
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(2), merge_output=merge)
+    with pytest.raises(ValueError, match="no output"):
+        wrapped.forward_backward(
+            (x,), loss_fn=lambda out, _: out.float().square().sum(), run_config=config, step=optimizer,
+            return_outputs=True,
+        )  # fmt: skip
+    with pytest.raises(PartialStepError, match=r"layers 1: .*checkpoint") as caught:
+        wrapped.synchronize()
+    assert caught.value.layers == (1,) and isinstance(caught.value.__cause__, ValueError)
+    got = all_state(wrapped, optimizer)
+    assert [name for name, value in got.items() if not torch.equal(value, want[name])] == []
+    lone_call(wrapped, optimizer, 2)
+    lone_call(*twin, 2)
+    got, want = all_state(wrapped, optimizer), all_state(*twin)
+    assert [name for name, value in got.items() if not torch.equal(value, want[name])] == []
