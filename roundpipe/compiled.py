@@ -2,25 +2,76 @@
 
 What is compiled is bound to the host's module. Called from a skeleton as it is it would compute with the host's weights
 and train nothing.
+
+Note [Code of one's own]
+  What was compiled is kept with a function's code object, and PyTorch allows one of them ``recompile_limit`` (8)
+  compilations. Then ``fullgraph=True`` is an error, and everything else runs uncompiled, with one line in the log. All
+  layers of a class have the code of its ``forward``, on every device, and all layers of torch.nn that were compiled one
+  by one share one frame of PyTorch's; each device, width and mode of autograd takes a compilation. So a function that
+  is made anew gets a copy of its code, one for each device and kind of layer: what is left to count are modes and
+  shapes. Layers that are alike share it, and with it what was compiled.
+
+  A compiled module is entered by its ``__call__``, whose frames are PyTorch's and are left alone: what is compiled is
+  the frame of ``forward`` inside. There the copy becomes the skeleton's own ``forward``. Frames of other modules and
+  functions that are compiled one by one around a graph break keep their shared code.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import ConfigError
+
+_ENTRIES = (nn.Module.__call__, nn.Module._call_impl)
 
 
 def is_compiled(value: object) -> bool:
     return isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
 
 
-def rebound(compiled: Any, twins: Mapping[int, nn.Module]) -> Any:
+class DeviceCodes:
+    """Copies of code for one device, see Note [Code of one's own]. They go with the functions that have them."""
+
+    def __init__(self) -> None:
+        self._copies: weakref.WeakValueDictionary[Any, types.CodeType] = weakref.WeakValueDictionary()
+
+    def own(self, function: Callable[..., Any], kind: Any = None) -> types.FunctionType:
+        """``function`` with the code that this device has for layers of this kind."""
+        assert isinstance(function, types.FunctionType)
+        key = (function.__code__, kind)
+        code = self._copies.get(key)
+        if code is None:
+            code = self._copies[key] = function.__code__.replace()
+        own = types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        own.__kwdefaults__, own.__qualname__ = function.__kwdefaults__, function.__qualname__
+        own.__dict__.update(function.__dict__)
+        return own
+
+
+@dataclass
+class Rebound:
+    """
+    Attributes:
+        function: for the skeletons.
+        module: the host's module whose ``forward`` is compiled when ``function`` runs; None: another frame is.
+    """
+
+    function: Any
+    module: nn.Module | None = None
+
+
+def rebound(compiled: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -> Rebound:
     """``compiled`` for the skeletons of the modules that it is bound to; itself when it is bound to none of them.
 
     Args:
@@ -30,34 +81,73 @@ def rebound(compiled: Any, twins: Mapping[int, nn.Module]) -> Any:
         ConfigError: this version of PyTorch keeps such functions in a way that we do not know.
     """
     function = compiled._torchdynamo_orig_callable
-    moved = _moved(function, twins)
+    moved, module = _moved(function, twins, codes)
     if moved is function:
-        return compiled
+        return Rebound(compiled)
     context = _cell(compiled, "self")
     if context is None or not callable(context):
         raise ConfigError(
             f"{getattr(function, '__qualname__', function)!r} was compiled in a way that cannot be repeated for each "
             "device; compile the layer as a whole (torch.compile(layer) or layer.compile()), or leave compiling out."
         )
-    return context(moved)
+    return Rebound(context(moved), module)
 
 
-def _moved(function: Any, twins: Mapping[int, nn.Module]) -> Any:
-    if isinstance(function, nn.Module):
-        return twins.get(id(function), function)
+def own_forward(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> types.MethodType | None:
+    """The ``forward`` of ``module``'s class with code of its own, for its skeleton; None: it is no plain method."""
+    function = inspect.getattr_static(type(module), "forward", None)
+    if not isinstance(function, types.FunctionType):
+        return None
+    return types.MethodType(codes.own(function, kind_of(module)), twin)
+
+
+def kind_of(module: nn.Module) -> Any:
+    """Equal for modules for which the same code compiles to the same: classes, shapes, dtypes, constants of torch.nn.
+
+    Plain attributes of other classes do not count: many number their layers.
+    """
+    return tuple(
+        (
+            name,
+            type(one),
+            tuple((key, _facts(t)) for key, t in (*one._parameters.items(), *one._buffers.items())),
+            tuple(sorted(_constants(one).items())) if type(one).__module__.startswith("torch.nn.") else (),
+        )
+        for name, one in module.named_modules()
+    )
+
+
+def _facts(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _constants(module: nn.Module) -> dict[str, str]:
+    plain = (bool, int, float, str, tuple)
+    return {key: repr(v) for key, v in vars(module).items() if isinstance(v, plain) and key != "training"}
+
+
+def _moved(function: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -> tuple[Any, nn.Module | None]:
+    """``function`` for the skeletons, or itself, and what ``Rebound.module`` is for it."""
     if isinstance(function, types.MethodType):
-        twin = twins.get(id(function.__self__))
-        return function if twin is None else types.MethodType(function.__func__, twin)
-    inner = _cell(function, "fn")  # PyTorch's own frame around a module of torch.nn
-    moved = None if inner is None else _moved(inner, twins)
-    if moved is None or moved is inner:
-        return function
+        module, method = function.__self__, function.__func__
+        twin = twins.get(id(module))
+        if twin is None or not isinstance(module, nn.Module):
+            return function, None
+        if method in _ENTRIES or not isinstance(method, types.FunctionType):
+            return types.MethodType(method, twin), module
+        return types.MethodType(codes.own(method, kind_of(module)), twin), None
+    inner = _cell(function, "fn")  # PyTorch's own frame around a module of torch.nn, or a method of one
+    module = inner.__self__ if isinstance(inner, types.MethodType) else inner
+    twin = twins.get(id(module))
+    if twin is None or not isinstance(module, nn.Module):
+        return function, None
+    moved = types.MethodType(inner.__func__, twin) if isinstance(inner, types.MethodType) else twin
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return moved(*args, **kwargs)
 
-    return call
+    return codes.own(call, kind_of(module)), None
 
 
 def _cell(function: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compiled import is_compiled, rebound
+from .compiled import DeviceCodes, Rebound, is_compiled, own_forward, rebound
 from .errors import ConfigError, RoundPipeError
 
 # Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
@@ -37,6 +37,7 @@ class DeviceParameters:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.accumulated: Callable[[nn.Parameter], None] | None = None  # told of every accumulation of a gradient
+        self.codes = DeviceCodes()
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._followed: set[int] = set()
 
@@ -132,7 +133,8 @@ class LayerReplica:
         # And parameters, which follow at the next job: what the device has, by id of what the host has, and back.
         self._moved: dict[int, Any] = self._twins
         self._origins: dict[int, Any]
-        self._compiled: dict[int, tuple[Any, Any]] = {}
+        self._compiled: dict[int, tuple[Any, Rebound]] = {}
+        self._forwards: dict[int, types.MethodType | None] = {}  # of compiled modules, by id of the host's
         self._nodes = []
         root = self._make(self.layer)
         self._origins = {id(twin): module for module, twin in self._nodes}
@@ -208,6 +210,15 @@ class LayerReplica:
                 del own[name]
             own.update(given)
             self._given[index] = given
+        if self._forwards:
+            self._pull_forwards()
+
+    def _pull_forwards(self) -> None:
+        """Compiled modules have a ``forward`` with code of its own, unless the host's module has one itself."""
+        for index, (module, twin) in enumerate(self._nodes):
+            forward = self._forwards.get(id(module))
+            if forward is not None and "forward" not in self._given[index]:
+                self._given[index]["forward"] = twin.__dict__["forward"] = forward
 
     def push(self, noted: Attributes | None = None) -> None:
         """Writes back the plain attributes that the forward assigned or deleted; into ``noted`` too, for the next."""
@@ -234,8 +245,12 @@ class LayerReplica:
         if is_compiled(value):
             known = self._compiled.get(id(value))
             if known is None:  # once: what it compiles is kept with it
-                known = self._compiled[id(value)] = (value, rebound(value, self._twins))
-            return known[1]
+                codes = self._parameters.codes
+                known = self._compiled[id(value)] = (value, rebound(value, self._twins, codes))
+                entered = known[1].module
+                if entered is not None:
+                    self._forwards[id(entered)] = own_forward(entered, self._twins[id(entered)], codes)
+            return known[1].function
         return self._exchanged(value, self._moved)
 
     @staticmethod

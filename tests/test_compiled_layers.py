@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.compiled import rebound
+from roundpipe.compiled import DeviceCodes, own_forward, rebound
 from roundpipe.errors import ConfigError
+from roundpipe.models import linear_cross_entropy
 from roundpipe.roundpipe import AutoRoundPipe
 
 from . import oracle
+from .plans import one_layer_stages
 
 
 class CompiledMethod(nn.Module):
@@ -112,14 +117,175 @@ def test_compiled_layers_train(make: Callable[[], nn.Module], grain: str) -> Non
 def test_what_cannot_be_followed_is_refused_and_what_is_foreign_left_alone() -> None:
     layer, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     foreign = torch.compile(torch.sin, backend="eager")
-    assert rebound(foreign, {id(layer): twin}) is foreign
+    assert rebound(foreign, {id(layer): twin}, DeviceCodes()).function is foreign
 
     def opaque(x: torch.Tensor) -> torch.Tensor:
         return x
 
     opaque._torchdynamo_orig_callable = layer.forward  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"Linear\.forward.*torch\.compile\(layer\)"):
-        rebound(opaque, {id(layer): twin})
+        rebound(opaque, {id(layer): twin}, DeviceCodes())
+
+
+class Counts:
+    """A backend: how many graphs it was given, and how often they ran."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+class Square(nn.Module):
+    """Not of torch.nn; as wide as it is made, with keyword-only arguments and a cell of its class."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        assert __class__ is Square  # type: ignore[name-defined]
+        return self.linear(x).tanh() * scale
+
+
+class SquareMethod(Square):
+    def __init__(self, width: int, backend: Any, fullgraph: bool) -> None:
+        super().__init__(width)
+        self.inner = torch.compile(self.plain, backend=backend, fullgraph=fullgraph)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.inner(x)
+
+
+def compiled_layer(how: str, width: int, backend: Any, fullgraph: bool) -> nn.Module:
+    if how == "method":
+        return SquareMethod(width, backend, fullgraph)
+    if how == "in place":
+        layer = Square(width)
+        layer.compile(backend=backend, fullgraph=fullgraph)
+        return layer
+    layer = nn.Linear(width, width) if how == "torch.nn" else Square(width)
+    return torch.compile(layer, backend=backend, fullgraph=fullgraph)  # type: ignore[return-value]
+
+
+WAYS = ["torch.nn", "wrapper", "in place", "method"]
+LIMIT = 3
+MORE = 5
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """So few compilations of one code object that a small model reaches them."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=LIMIT):
+        yield
+
+
+@pytest.mark.parametrize(("how", "fullgraph"), [(how, how != "method") for how in WAYS])
+@pytest.mark.usefixtures("limited")
+def test_layers_of_many_widths_stay_compiled_on_many_devices(how: str, fullgraph: bool) -> None:
+    roundpipe.use_devices("host:12")
+    backend, widths = Counts(), range(2, 2 + MORE)
+    layers = [nn.Sequential(compiled_layer(how, w, backend, fullgraph), nn.Linear(w, w + 1)) for w in widths]
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(MORE))
+    jobs = 2 * MORE - 1
+    for rows in (4, 6):
+        loss = wrapped.forward_backward(
+            (torch.randn(rows, 2),), loss_fn=lambda out, _: out.square().sum(), run_config=config
+        )
+        assert torch.isfinite(loss)
+    wrapped.synchronize()
+    assert backend.runs == 2 * 2 * jobs
+    assert MORE <= backend.graphs <= 2 * jobs
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.usefixtures("limited")
+def test_each_device_has_its_own_count_of_compilations(how: str) -> None:
+    """Skeletons of different widths stand for what tells GPUs apart, the index of the device."""
+    backend = Counts()
+    layer = compiled_layer(how, 4, backend, True)
+    module, name = {
+        "torch.nn": (layer, "forward"),
+        "wrapper": (layer, "forward"),
+        "in place": (layer, "_compiled_call_impl"),
+        "method": (layer, "inner"),
+    }[how]
+    host = getattr(layer, "_orig_mod", layer)
+    for width in range(1, 1 + MORE):
+        twin = nn.Linear(width, width) if how == "torch.nn" else Square(width)
+        twin.plain = types.MethodType(SquareMethod.plain, twin)  # type: ignore[assignment]
+        codes = DeviceCodes()
+        found = rebound(module.__dict__[name], {id(host): twin}, codes)
+        if found.module is not None:
+            assert found.module is host
+            twin.forward = own_forward(host, twin, codes)  # type: ignore[assignment]
+        x = torch.randn(2, width)
+        assert torch.equal(found.function(x), twin.linear(x).tanh() if isinstance(twin, Square) else twin(x))
+    assert backend.graphs == backend.runs == MORE
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_layers_that_are_alike_are_compiled_once_a_device(how: str) -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:1")
+    backend = Counts()
+    layers = [compiled_layer(how, 4, backend, True) for _ in range(5)]
+    if how != "torch.nn":
+        for number, layer in enumerate(layers):  # as models of transformers number theirs
+            layer.layer_idx = number  # type: ignore[assignment]
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    with torch.no_grad():
+        for _ in range(2):
+            wrapped(torch.randn(4, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+    assert backend.graphs == 1
+    assert backend.runs == 2 * 2 * len(layers)
+
+
+def test_a_forward_of_its_own_on_the_host_comes_first_and_none_is_left_there() -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    layers = [Square(4) for _ in range(3)]
+    for layer in layers:
+        layer.compile(backend="eager")
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    x = torch.randn(4, 4)
+    with torch.no_grad():
+        wrapped(x)
+        assert all("forward" not in layer.__dict__ for layer in layers)
+        layers[1].forward = lambda value: value * 3.0  # type: ignore[assignment, method-assign]
+        got = wrapped(x)
+        want = layers[2].linear(layers[0].linear(x).tanh() * 3.0).tanh()
+        oracle.assert_close_to_scale(got, want, "output")
+        del layers[1].forward
+        want = layers[2].linear(layers[1].linear(layers[0].linear(x).tanh()).tanh()).tanh()
+        oracle.assert_close_to_scale(wrapped(x), want, "output")
+
+
+def test_the_loss_is_compiled_for_each_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = []
+
+    def compile_(function: Any) -> Any:
+        codes.append(function.__code__)
+        return lambda *args: args
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.delenv("RPP_DISABLE_TORCH_COMPILE", raising=False)
+    kernel = linear_cross_entropy._ChunkKernel()
+    for index in (0, 1, 2, 1, 0):
+        kernel(SimpleNamespace(device=torch.device("cuda", index)), torch.zeros(1), -100, 0.0)  # type: ignore[arg-type]
+    assert len({id(code) for code in codes}) == len(codes) == 3
 
 
 class Outer(nn.Module):

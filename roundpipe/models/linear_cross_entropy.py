@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from roundpipe import _library  # noqa: F401  the operator must be there
+from roundpipe.compiled import DeviceCodes
 from roundpipe.errors import ConfigError
 
 __all__ = ["default_chunk_tokens", "linear_cross_entropy", "loss_sum_and_gradients", "scaled"]
@@ -110,10 +111,13 @@ def _loss_and_grad_in_place(
 
 
 class _ChunkKernel:
-    """Chooses between the compiled and the eager form once, and falls back when no compiler works here."""
+    """Chooses between the compiled and the eager form once, and falls back when no compiler works here.
+
+    Each device has a compiled form of its own, see Note [Code of one's own] in compiled.py.
+    """
 
     def __init__(self) -> None:
-        self._compiled: Callable | None = None
+        self._compiled: dict[torch.device, Callable] = {}
         self._unusable = False
         # Guards the two fields above: device workers reach their first chunk at about the same time.
         self._lock = threading.Lock()
@@ -126,10 +130,11 @@ class _ChunkKernel:
         if _is_fake(logits):  # what the compiled form returns; it keeps no more
             return logits.new_empty((), dtype=_wide(logits.dtype)), torch.empty_like(logits)
         with self._lock:
-            if self._compiled is None:
-                self._compiled = torch.compile(_loss_and_grad)
+            compiled = self._compiled.get(logits.device)
+            if compiled is None:
+                compiled = self._compiled[logits.device] = torch.compile(DeviceCodes().own(_loss_and_grad))
         try:
-            return self._compiled(logits, labels, ignore_index, softcap)
+            return compiled(logits, labels, ignore_index, softcap)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any failure of a compiler stack: the eager form gives the same numbers
