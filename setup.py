@@ -31,8 +31,8 @@ FLAGS = "-ffp-contract=off -Wall -Wextra -Wpedantic -Wno-restrict" + " -Werror" 
 
 OPS = """
     activation_ops arenas checks claim_ops data_ops data_plane element_convert engine engine_ops error_record
-    fact_ops fused_update handles job job_ops library memory_ops optimizer_ops pool_ops process queued_update_ops
-    unit_ops update_list update_ops update_tickets
+    fact_ops fused_update handle_ops handles job job_ops library memory_ops optimizer_ops pool_ops process
+    queued_update_ops unit_ops update_list update_ops update_tickets
 """
 CORE = """
     activation_store address_ranges bounce_buffers cgroup_memory copy_lane event_pool gradient_pool happens_before

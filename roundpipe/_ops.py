@@ -73,8 +73,17 @@ def wait_place(job: int, index: int, check: Callable[[], None] | None = None) ->
     return weights, gradients
 
 
+def handle_keeper(*handles: int) -> Tensor:
+    """A small tensor; with its last reference ``handles`` end, those that have not ended by then.
+
+    For owners of handles in place of ``__del__`` and ``weakref.finalize``: a Ctrl-C that comes where Python is about to
+    run those is raised in them, Python drops it there, and the handles would stay for ever.
+    """
+    return _call("handle_keeper", handles)
+
+
 def drop_quietly(fn: Callable[..., Any], *args: Any) -> None:
-    """For clean-up that must not fail, such as ``__del__``: the handle may have ended in another way."""
+    """For clean-up that must not fail: the handle may have ended in another way."""
     with contextlib.suppress(errors.RoundPipeError):
         fn(*args)
 

@@ -42,10 +42,22 @@ def _memory_order(tensor: torch.Tensor) -> list[int] | None:
 class HostTensor:
     """One tensor in pinned host memory, dropped with its last reference. Immutable once made."""
 
-    __slots__ = ("__weakref__", "dtype", "is_passed_on", "nbytes", "on_host", "order", "record", "size", "traffic")
+    __slots__ = (
+        "__weakref__",
+        "_keeper",
+        "dtype",
+        "is_passed_on",
+        "nbytes",
+        "on_host",
+        "order",
+        "record",
+        "size",
+        "traffic",
+    )
 
     def __init__(self, record: int, like: torch.Tensor, order: list[int], traffic: Traffic, on_host: bool) -> None:
         self.record = record
+        self._keeper = _ops.handle_keeper(record)
         self.dtype = like.dtype
         self.size = like.shape
         self.nbytes = like.numel() * like.element_size()
@@ -53,11 +65,6 @@ class HostTensor:
         self.traffic = traffic
         self.on_host = on_host  # belongs on the host: a fetch gives a CPU tensor
         self.is_passed_on = False  # some stage returned it as it got it, see Note [Passed on]
-
-    def __del__(self) -> None:
-        if self.record:
-            with uninterrupted(resend=True):
-                _ops.drop_quietly(_ops.record_drop, self.record)
 
     # -- making --------------------------------------------------------------------------------------------------
     @staticmethod
@@ -112,7 +119,7 @@ class HostTensor:
 class Fetch:
     """A copy of a host tensor on its way up to a device."""
 
-    __slots__ = ("source", "target", "ticket", "worker")
+    __slots__ = ("_keeper", "source", "target", "ticket", "worker")
 
     def __init__(self, source: HostTensor, worker: Worker, recompute: bool = False) -> None:
         self.source = source
@@ -126,7 +133,10 @@ class Fetch:
         if worker.memory is not None:
             worker.memory.note(self.target, Kind.BUFFERS if source.traffic is Traffic.BUFFERS else Kind.RING)
         flat = self.target.permute(source.order)
-        self.ticket = _ops.fetch_start(worker.engine.handle, worker.index, source.record, [flat], int(source.traffic))
+        with uninterrupted():
+            handle, record = worker.engine.handle, source.record
+            self.ticket = _ops.fetch_start(handle, worker.index, record, [flat], int(source.traffic))
+            self._keeper = _ops.handle_keeper(self.ticket)
 
     def wait(self) -> torch.Tensor:
         """The tensor; what the device's compute stream does next comes after the copy."""
@@ -137,11 +147,6 @@ class Fetch:
             _ops.wait(_ops.fetch_wait, self.ticket, check=self.worker.check)
             self.ticket = 0
         return self.target
-
-    def __del__(self) -> None:
-        if self.ticket:
-            with uninterrupted(resend=True):
-                _ops.drop_quietly(_ops.fetch_cancel, self.ticket)
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -10,6 +10,7 @@ Note [Buffers]
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -103,12 +104,15 @@ class LayerBuffers:
             source = host.of(buffer)
             slot = _Slot(module, twin, name, source, source, buffer, -1)
             cached = replica.loaded_buffers.get(id(buffer))
-            if cached is not None and cached[0] is source and cached[1]._version == cached[2]:
+            if cached is not None and cached[0]() is source and cached[1]._version == cached[2]:
                 self._put(slot, source, cached[1])
             else:
                 self._load(slot, source)
             self._slots.append(slot)
-        replica.loaded_buffers = {id(s.home_buffer()): (s.source, s.tensor, s.version) for s in self._slots}
+        # Weakly: a device that sees no more jobs would keep the host's copies of values that have changed since.
+        replica.loaded_buffers = {
+            id(s.home_buffer()): (weakref.ref(s.source), s.tensor, s.version) for s in self._slots
+        }
         replica.alias_buffers()
 
     def __bool__(self) -> bool:

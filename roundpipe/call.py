@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +134,7 @@ class Call:
         # One thread at a time waits for the downloads and then gives the job handles up: the caller and the optimizer
         # thread may both come here, and the second must not find handles that the first has ended.
         self._settling = threading.Lock()
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._keepers: list[torch.Tensor] = []  # of the jobs' handles
 
     # -- dispatch (caller's thread) ------------------------------------------------------------------------------
     def dispatch(self, plan: ModelExecutePlan, run_type: str) -> None:
@@ -209,8 +208,8 @@ class Call:
             worker.submit(job)
         self.window = None  # neither it nor a job may refer back here: with the model all memory goes, at once
         handles = [job.handle for job in jobs if job.handle]
-        self._finalizer = weakref.finalize(self, _forget_jobs, handles)
-        self._finalizer.atexit = False  # the engine ends there, and with it all jobs
+        if handles:
+            self._keepers.append(_ops.handle_keeper(*handles))
 
     def _lowest_needed(self) -> int:
         """The lowest layer that a gradient must reach."""
@@ -467,10 +466,4 @@ class Call:
         with uninterrupted():
             self.settled = True
             self.jobs = []
-            if self._finalizer is not None:
-                self._finalizer()
-
-
-def _forget_jobs(handles: list[int]) -> None:
-    for handle in handles:
-        _ops.drop_quietly(_ops.job_forget, handle)
+            self._keepers.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +25,8 @@ class GradientStats:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()  # covers _records: units of several devices are measured at the same time
-        self._records: dict[int, int] = {}  # by unit: two float64 for each range of one dtype, on their way to the host
-        self._finalizer = weakref.finalize(self, _drop_all, self._records)
-        self._finalizer.atexit = False
+        # By unit, with what keeps it: two float64 for each range of one dtype, on their way to the host.
+        self._records: dict[int, tuple[int, torch.Tensor]] = {}
 
     def measure(self, worker: Worker, unit: Unit, offset: int) -> None:
         """Launches the measurement of the unit's packed gradients at byte ``offset`` of the device's region, after all
@@ -40,14 +38,13 @@ class GradientStats:
                 for dtype, begin, end in _ranges(unit)
             ]
             record = _ops.stash(worker.engine.handle, worker.index, stats, Traffic.GRADIENTS, 0)
+            kept = record, _ops.handle_keeper(record)
         with self._mutex:
-            before, self._records[unit.key] = self._records.get(unit.key), record
-        if before is not None:
-            _ops.record_drop(before)
+            self._records[unit.key] = kept
 
     def square_sum(self, unit: Unit) -> float:
         """Infinite or NaN if one of the gradients is."""
-        record = self._records[unit.key]
+        record, _ = self._records[unit.key]
         _ops.wait(_ops.record_wait, record)
         total = 0.0
         for squares, non_finite in (stats.tolist() for stats in _ops.record_host(record)):
@@ -56,7 +53,6 @@ class GradientStats:
 
     def release(self) -> None:
         """Gives the records back; nobody reads them any more."""
-        _drop_all(self._records)
         self._records.clear()
 
 
@@ -67,8 +63,3 @@ def _ranges(unit: Unit) -> list[tuple[torch.dtype, int, int]]:
         (dtype, group[0].offset, group[-1].offset + group[-1].nbytes)
         for dtype, group in ((dtype, list(found)) for dtype, found in itertools.groupby(layouts, lambda x: x.dtype))
     ]
-
-
-def _drop_all(records: dict[int, int]) -> None:
-    for record in records.values():
-        _ops.drop_quietly(_ops.record_drop, record)

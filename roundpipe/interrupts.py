@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -15,15 +14,9 @@ class uninterrupted:  # noqa: N801 (used like a function, as torch.no_grad is)
     Python may raise KeyboardInterrupt after any call, even between the return of an operator and the assignment of its
     handle; a job lost that way would stay open for ever. Signals come to the main thread only, so on others there is
     nothing to hold back. Keep waits out of such blocks.
-
-    ``resend``: for ``__del__``, whose exceptions Python drops, KeyboardInterrupt too. The signal is sent again a moment
-    later instead.
     """
 
-    __slots__ = ("_frame", "_handler", "_number", "_resend")
-
-    def __init__(self, resend: bool = False) -> None:
-        self._resend = resend
+    __slots__ = ("_frame", "_handler", "_number")
 
     def __enter__(self) -> None:
         self._handler: Any = None
@@ -45,9 +38,5 @@ class uninterrupted:  # noqa: N801 (used like a function, as torch.no_grad is)
             return
         signal.signal(signal.SIGINT, self._handler)
         frame, self._frame = self._frame, None
-        if self._number is None:
-            return
-        if self._resend:
-            threading.Timer(0.01, _thread.interrupt_main, (self._number,)).start()
-        else:
+        if self._number is not None:
             self._handler(self._number, frame)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .compiled import DeviceCodes, Rebound, is_compiled, own_forward, rebound
 from .errors import ConfigError, RoundPipeError
+
+if TYPE_CHECKING:
+    from .boundary import HostTensor
 
 # Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
@@ -120,7 +124,7 @@ class LayerReplica:
         self._nodes: list[tuple[nn.Module, nn.Module]] = []
         self._given: list[dict[str, Any]] = []
         # By id of the host's buffer: (its value on the host, the device's copy, version of the copy when loaded).
-        self.loaded_buffers: dict[int, tuple[Any, torch.Tensor, int]] = {}
+        self.loaded_buffers: dict[int, tuple[weakref.ref[HostTensor], torch.Tensor, int]] = {}
         self.root = self._build()
 
     def _twin(self, module: nn.Module) -> nn.Module | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 os.environ.setdefault("ROUNDPIPE_CHECK", "1")
 os.environ.setdefault("ROUNDPIPE_STALL_SECONDS", "120")
@@ -52,3 +53,14 @@ def engine_stays_clean() -> Iterator[None]:
         reports = _ops.engine_reports(engine.handle)
         assert not reports, f"the happens-before checker reports:\n{reports}"
     assert _ops.engine_live(engine.handle)[3] == 0, "a job is still open"
+
+
+@pytest.fixture(autouse=True)
+def compiler_forgets() -> Iterator[None]:
+    """torch.compile counts recompilations of a function for the whole process, and gives up on it after some: PyTorch
+    wraps every module of torch.nn in one and the same.
+    """
+    yield
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None and compiler.input_codes.seen:
+        sys.modules["torch._dynamo"].reset()

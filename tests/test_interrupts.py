@@ -122,8 +122,9 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
     struck = 0
     deadline = time.monotonic() + 4.0
     while time.monotonic() < deadline:
-        sender = interrupt_after(generator.random() * 0.12)
         try:
+            with uninterrupted():  # or it could strike in here, on a slow machine
+                sender = interrupt_after(generator.random() * 0.12)
             began = time.monotonic()
             try:
                 while time.monotonic() - began < 2.0:
@@ -131,9 +132,6 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
                     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=generator.random() < 0.5)
             finally:
                 sender.join()
-                for thread in threading.enumerate():  # one that struck in a destructor is sent again
-                    if isinstance(thread, threading.Timer):
-                        thread.join()
         except KeyboardInterrupt:
             struck += 1
     assert struck >= 5
@@ -151,8 +149,7 @@ def test_ctrl_c_at_any_moment_leaks_nothing_and_loses_nothing() -> None:
     engines.current().wait_idle()
     after = _ops.engine_live(engines.current().handle)
     assert after[3] == 0
-    # Python drops an interrupt that strikes at the entry of __del__, and a record with it: one at most in such a test.
-    assert after[4] - before[4] <= 1, (before, after)
+    assert after[0] == before[0] and after[4] == before[4], (before, after)
 
 
 def test_uninterrupted_blocks_hold_ctrl_c_back() -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, _ops
+from roundpipe import engine as engines
 from roundpipe.errors import StageError
 from roundpipe.replica import LayerReplica
 
@@ -425,6 +426,34 @@ def test_random_layers_in_training_after_inference() -> None:
     oracle.assert_close_to_scale(got, want, "loss")
     wrapped.synchronize()
     oracle.assert_same_gradients(wrapped.model, plain)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain * self.scale
+
+
+def test_host_memory_of_buffers_does_not_grow_with_the_devices_that_have_seen_them() -> None:
+    """One stage a call: the next device's turn every time, and the host's value is another one in every call."""
+    wrapped = RoundPipe(nn.Sequential(Scaled()))
+
+    def live_after_a_call() -> int:
+        wrapped.model[0].scale.add_(1.0)
+        settings = RoundPipeRunConfig(num_microbatch=1)
+        loss = wrapped.forward_backward((torch.ones(2, 4),), loss_fn=square, run_config=settings)
+        assert loss == square(torch.ones(2, 4) * wrapped.model[0].scale, None)
+        wrapped.synchronize()
+        engine = engines.current()
+        engine.wait_idle()
+        return _ops.engine_live(engine.handle)[0]
+
+    first = live_after_a_call()
+    assert [live_after_a_call() for _ in range(6)] == [first] * 6
 
 
 class UsesTorchFunc(nn.Module):

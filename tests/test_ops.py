@@ -215,6 +215,33 @@ def test_a_host_record_is_a_copy(rig: Rig) -> None:
     _ops.record_drop(record)
 
 
+def test_handles_end_with_their_keeper(rig: Rig) -> None:
+    """Records, fetches and jobs; what has ended before is left alone."""
+    x = torch.randn(9)
+    weights, offsets, nbytes = image_of(x)
+    unit = _ops.unit_open(rig.engine, weights, offsets, nbytes, 0)
+    before = _ops.engine_live(rig.engine)
+    record, early = _ops.stash_host(rig.engine, [x]), _ops.stash_host(rig.engine, [x])
+    fetch = _ops.fetch_start(rig.engine, 0, record, [torch.empty(9)], INPUTS)
+    job = _ops.job_open(rig.engine, 1, [unit], [NONE], [NONE])
+    keeper = _ops.handle_keeper(record, early, fetch, job)
+    assert keeper.tolist() == [record, early, fetch, job]
+    also = keeper[1:]
+    _ops.record_drop(early)
+    again = _ops.stash_host(rig.engine, [x])  # in its place
+    _ops.job_abort(job)
+    del keeper
+    assert torch.equal(_ops.record_host(record)[0], x)
+    del also
+    for ended, handle in ((_ops.record_drop, record), (_ops.fetch_cancel, fetch), (_ops.job_forget, job)):
+        with pytest.raises(errors.ConfigError, match="stale"):
+            ended(handle)
+    _ops.record_drop(again)
+    assert _ops.wait(_ops.engine_wait_idle, rig.engine, timeout_s=20)
+    assert _ops.engine_live(rig.engine)[3:] == before[3:]
+    _ops.unit_close(unit)
+
+
 def test_host_memory_is_zero_filled_aligned_and_outlives_its_engine() -> None:
     rig = Rig()
     kept = _ops.host_empty([3, 5], torch.int32)

@@ -86,6 +86,7 @@ CASES: dict[str, list[tuple[Callable[[SimpleNamespace], tuple[Any, ...]], str]]]
         (lambda r: (r.engine, [X, torch.zeros(4, device="meta")], False), r"'tensors\[1\]'.*on meta"),
         (lambda r: (r.unit, [X], True), "a handle of a unit"),
     ],
+    "handle_keeper": [(lambda r: (), "one or more")],
     "host_claim_drop": [(lambda r: (r.unit,), "a live claim, got a handle of a unit")],
     "host_claim_stats": [(lambda r: (r.engine,), "a handle of a engine"), (lambda r: (9,), "the number 9")],
     "host_file_bytes": [(lambda r: ([torch.zeros(4)[::2]],), r"'tensors\[0\]'.*non-contiguous")],

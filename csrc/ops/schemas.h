@@ -124,6 +124,9 @@
   /* eight-bit moments; moment 0 has signed codes, the others unsigned ones */                                         \
   def("encode_moment(Tensor source, Tensor(a!) codes, Tensor(b!) scales, int moment) -> ()")                           \
   def("decode_moment(Tensor codes, Tensor scales, Tensor(a!) target, int moment) -> ()")                               \
+  /* -- handles ------------------------------------------------------------------------------------------------ */  \
+  /* int64: `handles`, which end when the tensor's memory goes, those that have not ended by then                       */ \
+  def("handle_keeper(int[] handles) -> Tensor")                                                                         \
   /* -- errors, facts, trace ---------------------------------------------------------------------------------- */   \
   def("error_take() -> str")                     /* kind \x1f number \x1f message of this thread's last failure */     \
   def("build_facts() -> str")                                                                                        \
