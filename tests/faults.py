@@ -1,4 +1,4 @@
-"""Layers and functions that raise, sleep or draw at a chosen moment, for tests of failures."""
+"""Layers and functions that raise, hang, sleep or draw at a chosen moment, for tests of failures."""
 
 from __future__ import annotations
 
@@ -16,32 +16,56 @@ class Trap:
     """Counts the visits of each kind ("forward", "recompute", "backward") since it was armed; acts on one of them.
 
     Visits of a kind come in the order of the microbatches, so the n-th one is microbatch n. Shared by a layer and its
-    device copies, because attributes are.
+    device copies, because attributes are. With ``hangs`` the visit ends (or raises) only after ``release``: what must
+    come before that is then no matter of time.
     """
+
+    PATIENCE_S = 100.0  # then a hanging visit ends in any case, so that a test that fails does not hang
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # covers the counts: a module may be visited by several workers
+        self.released = threading.Event()
+        self.hanging = False
         self.disarm()
 
-    def arm(self, kind: str, microbatch: int, error: BaseException | None = None, sleep_s: float = 0.0) -> None:
+    def arm(
+        self,
+        kind: str,
+        microbatch: int,
+        error: BaseException | None = None,
+        sleep_s: float = 0.0,
+        hangs: bool = False,
+    ) -> None:
         self.disarm()
         self.kind, self.microbatch, self.error, self.sleep_s = kind, microbatch, error, sleep_s
+        if hangs:
+            self.released.clear()
 
     def disarm(self) -> None:
+        self.release()
         self.kind, self.microbatch, self.error, self.sleep_s = "", 0, None, 0.0
         self.counts: dict[str, int] = {}
         self.sprung = threading.Event()
+        self.released = threading.Event()
+        self.released.set()
+
+    def release(self) -> None:
+        self.released.set()
 
     def visit(self, kind: str) -> None:
         with self._lock:
             count = self.counts.get(kind, 0)
             self.counts[kind] = count + 1
         if kind == self.kind and count == self.microbatch:
+            error, released = self.error, self.released
             self.sprung.set()
             if self.sleep_s:
                 time.sleep(self.sleep_s)
-            if self.error is not None:
-                raise self.error
+            self.hanging = not released.is_set()
+            released.wait(self.PATIENCE_S)
+            self.hanging = False
+            if error is not None:
+                raise error
 
 
 class _VisitInBackward(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from pathlib import Path
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 import roundpipe
 from roundpipe import _ops, offload_activations
 from roundpipe.errors import ConfigError
+
+from .at_rest import at_rest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
 EVERYTHING = dict(min_bytes=1, keep_bytes=0, prefetch_bytes=1 << 12)
@@ -104,7 +105,7 @@ def test_activations_leave_the_device_and_the_host_gets_its_memory_back(case) ->
         for layer in (block.qkv, block.norm)
     ]
     gradients(model, x, offload_activations(model, **EVERYTHING))
-    gc.collect()
+    at_rest()
     before = _ops.host_stats()[2]
     seen.clear()
     torch.manual_seed(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, errors, optim
 from roundpipe import engine as engines
 from roundpipe.errors import RoundPipeError
 
+from .at_rest import at_rest
 from .faults import five_layer_plan, plan_of, trapped_model
 from .test_failures import batch, mse
 
@@ -177,9 +177,9 @@ def test_an_optimizer_that_is_gone_frees_its_memory() -> None:
     run(wrapped, 0)
     wrapped.step(optimizer, True)
     wrapped.synchronize()
-    gc.collect()
+    at_rest()
     used = _ops.host_stats()[2]
     del optimizer
-    gc.collect()
+    at_rest()
     assert _ops.host_stats()[2] < used
     wrapped.synchronize()

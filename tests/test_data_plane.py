@@ -15,6 +15,8 @@ from torch import Tensor
 from roundpipe import _ops, errors
 from roundpipe.data_plane import offload_start, offload_wait, reload_start, reload_wait
 
+from .at_rest import at_rest
+
 ops = torch.ops.roundpipe
 MISUSED = {"offload_start", "offload_wait", "reload_start", "reload_wait", "data_plane_inject", "data_plane_close"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
@@ -178,7 +180,7 @@ def used_bytes() -> int:
 
 
 def test_results_and_unwaited_tickets_give_their_memory_back() -> None:
-    gc.collect()
+    at_rest()
     offload(torch.ones(1))  # what earlier tests left is over
     before = used_bytes()
     x = torch.randn(1 << 16)

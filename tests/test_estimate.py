@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import json
 import os
@@ -29,6 +28,7 @@ from roundpipe.layer_sizes import layer_costs_of, unit_sizes
 from roundpipe.optimizer_format import COMPACT_FORMATS, OptimizerFormat
 from roundpipe.units import align
 
+from .at_rest import at_rest
 from .plans import one_layer_stages
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ _limits = itertools.count(512)
 
 def fresh_devices(count: int, limit: str | None = None) -> None:
     """An engine of its own for each test: regions never shrink, and peaks are kept."""
-    gc.collect()
+    at_rest()
     roundpipe.use_devices(f"host:{count}@" + (limit or f"{next(_limits)}MiB"))
 
 
@@ -155,7 +155,7 @@ def test_an_estimate_is_what_a_run_takes(name: str) -> None:
     assert estimate.num_devices == case.devices and estimate.fits
     configuration = estimate.asked.configuration
     assert configuration.num_microbatch == case.settings["num_microbatch"]
-    gc.collect()
+    at_rest()
     before = roundpipe.memory_report().host  # of models that other tests still hold
     (wrapped, _step), counted = run(case, model, settings, configuration.run_config())
     assert estimate.device.total_bytes == pytest.approx(counted, rel=0.1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import time
+import threading
 import weakref
 from typing import Any
 
@@ -15,10 +14,13 @@ from torch import nn
 import roundpipe
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
+from roundpipe.call import Call
 from roundpipe.errors import DeviceOutOfMemory, HostOutOfMemory, RoundPipeError, StageError
+from roundpipe.stage_job import StageJob
 
 from . import oracle
-from .faults import WIDTH, Trapped, five_layer_plan, plan_of, trapped_model
+from .at_rest import at_rest
+from .faults import WIDTH, Trap, Trapped, five_layer_plan, plan_of, trapped_model
 
 MICROBATCHES = 3
 
@@ -63,10 +65,7 @@ def fail(wrapped: RoundPipe, seed: int, grain: str = "stage", loss_fn: Any = mse
 
 
 def live_after_gc() -> list[int]:
-    gc.collect()
-    engines.current().wait_idle()
-    time.sleep(0.1)  # workers forget a model that is gone when they come to it
-    gc.collect()
+    at_rest()
     records, nbytes, _, jobs, handles = _ops.engine_live(engines.current().handle)
     return [records, nbytes, jobs, handles]
 
@@ -200,8 +199,9 @@ def test_backward_that_fails_late_is_raised_once_by_the_next_call() -> None:
     for layer in wrapped.model:
         layer.drop.p = 0.0  # a layer that draws makes the call wait for its recompute
     boom = Boom("late")
-    trap_of(wrapped, 0).arm("backward", MICROBATCHES - 1, boom, sleep_s=0.3)
+    trap_of(wrapped, 0).arm("backward", MICROBATCHES - 1, boom, hangs=True)
     run(wrapped, 1)
+    trap_of(wrapped, 0).release()
     with pytest.raises(StageError) as caught:
         run(wrapped, 2)
     assert caught.value.__cause__ is boom and caught.value.phase == "backward"
@@ -290,7 +290,7 @@ def test_step_function_that_raises(is_async: bool) -> None:
     oracle.assert_same_state(wrapped.model, plain)
 
 
-def test_sum_of_a_window_survives_though_the_next_window_has_begun() -> None:
+def test_sum_of_a_window_survives_though_the_next_window_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls 1 and 2, a step that is dispatched, call 3 of the next window; then 2 fails at its very end.
 
     The step did not run, and what call 1 had accumulated is still whole, though call 3 was on its way to reuse its
@@ -305,12 +305,28 @@ def test_sum_of_a_window_survives_though_the_next_window_has_begun() -> None:
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     run(wrapped, 1)
     run_plain(plain, 1)
-    trap_of(wrapped, 0).arm("backward", MICROBATCHES - 1, Boom("late"), sleep_s=0.8)
+    adopt, dispatch, dispatched = StageJob._adopt_replaced, Call.dispatch, threading.Event()
+    failed: list[StageJob] = []
+
+    def fails_late(job: StageJob, *args: Any) -> None:  # outside the lock under which the third call draws its seed
+        adopt(job, *args)
+        if job._last and job.stage.start == 0 and not failed:
+            failed.append(job)
+            assert dispatched.wait(Trap.PATIENCE_S)
+            raise Boom("late")
+
+    def notes(call: Call, *args: Any) -> None:
+        dispatch(call, *args)
+        dispatched.set()
+
+    monkeypatch.setattr(StageJob, "_adopt_replaced", fails_late)
     run(wrapped, 2)
     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    monkeypatch.setattr(Call, "dispatch", notes)
     with pytest.raises(StageError) as caught:
         run(wrapped, 3)
         wrapped.synchronize()
+    assert dispatched.is_set()
     assert isinstance(caught.value.__cause__, Boom)
     wrapped.synchronize()
     oracle.assert_same_gradients(wrapped.model, plain, bitwise=True)

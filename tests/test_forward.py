@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import roundpipe
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
 
 from . import oracle
+from .at_rest import at_rest
 from .model_zoo import CASES
 from .plans import cut
 
@@ -162,17 +162,15 @@ def test_weights_changed_between_forward_and_backward(wrapped: RoundPipe) -> Non
 
 
 def test_outputs_without_backward_leave_nothing_behind(wrapped: RoundPipe) -> None:
-    import gc
-
     from roundpipe import _ops
     from roundpipe import engine as engines
 
-    gc.collect()
+    at_rest()
     before = _ops.engine_live(engines.current().handle)
     for _ in range(3):
         wrapped(torch.randn(4, 4))
     wrapped.synchronize()
-    time.sleep(0.2)  # a worker lets go of its last job a moment after everybody was told of its end
+    at_rest(collects=False)
     after = _ops.engine_live(engines.current().handle)
     assert (after[0], after[4]) == (before[0], before[4]), (before, after)
     check_still_right(wrapped)

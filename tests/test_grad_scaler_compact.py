@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from collections.abc import Callable, Iterator
 
@@ -16,6 +15,7 @@ from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 from roundpipe.errors import ConfigError, ConfigTypeError, RoundPipeError
 
+from .at_rest import at_rest
 from .test_grad_scaler import CONFIG, ROWS, SETTINGS, WIDTH, Reference, batches, criterion, make_layers
 from .test_grad_scaler import Trainee as OpaqueTrainee
 
@@ -180,6 +180,7 @@ def test_records_of_norms_are_given_back() -> None:
         model.forward_backward((torch.randn(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum())
         model.step(optimizer)
         model.synchronize()
+        at_rest()
         live.append(_ops.engine_live(engines.current().handle)[0])
     assert live[-1] == live[1], live
     model.forward_backward((torch.randn(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum())
@@ -188,7 +189,7 @@ def test_records_of_norms_are_given_back() -> None:
         model.forward_backward((torch.randn(ROWS, WIDTH),), loss_fn=lambda out, _: out.bad())
     model.zero_grad()
     model.synchronize()
-    gc.collect()
+    at_rest()
     assert _ops.engine_live(engines.current().handle)[0] == live[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import pickle
 import subprocess
@@ -21,17 +20,18 @@ from roundpipe import engine as engines
 from roundpipe.errors import HostOutOfMemory, RoundPipeError
 from roundpipe.host_advice import remedies
 
+from .at_rest import at_rest
 from .plans import one_layer_stages
-from .test_pin_model import PAGEABLE, PINNED, REGISTERED, REGISTRATIONS, claims_at_rest
+from .test_pin_model import (  # noqa: F401 (a fixture)
+    PAGEABLE,
+    PINNED,
+    REGISTERED,
+    REGISTRATIONS,
+    nothing_stays_claimed,
+)
 
 WIDE = 256
 ONE = WIDE * WIDE * 4  # bytes of one weight
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_claimed() -> Any:
-    yield
-    assert claims_at_rest() == [0, 0, 0, 0, 0]
 
 
 def linears(count: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -139,6 +139,7 @@ def _registered_ranges() -> int:
 def test_weights_that_somebody_pinned_are_left_alone() -> None:
     roundpipe.use_devices("host:1")
     engines.current()
+    at_rest()
     layers = linears(2)
     mine = _ops.host_empty([2 * WIDE * WIDE], torch.float32).normal_()
     for i, layer in enumerate(layers):
@@ -151,7 +152,7 @@ def test_weights_that_somebody_pinned_are_left_alone() -> None:
     call(model)
     assert _ops.engine_bounced_bytes(engines.current().handle, 0) == 0
     del model
-    gc.collect()
+    at_rest()
     assert _ops.host_stats()[1] >= locked and torch.isfinite(mine).all()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, _ops, wrap_model_to_roundpipe
 from roundpipe import engine as engines
 
+from .at_rest import at_rest
 from .auto_models import Trunk
 from .plans import one_layer_stages
 
@@ -36,7 +36,7 @@ class Watches(nn.Module):
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    gc.collect()
+    at_rest()
     gc.disable()
     yield
     gc.enable()
@@ -63,9 +63,7 @@ def test_nothing_waits_for_the_collector(kind: str, grain: str) -> None:
             out.sum().backward()
         del out
     wrapped.synchronize()
-    deadline = time.monotonic() + 5  # a worker lets go of its last job a moment after everybody was told of its end
-    while _ops.engine_live(handle)[0] > before[0] and time.monotonic() < deadline:
-        time.sleep(0.01)
+    at_rest(collects=False)
     assert _ops.engine_live(handle)[0] == before[0], "records are left"
     assert _ops.engine_live(handle)[4] <= before[4], "handles are left"
     for layer in model:
@@ -85,9 +83,7 @@ def test_a_wrapper_and_its_memory_go_with_its_name(kind: str) -> None:
     wrapped.synchronize()
     alive = [weakref.ref(wrapped), weakref.ref(wrapped._state), weakref.ref(wrapped._state.units[0])]
     del wrapped
-    deadline = time.monotonic() + 5
-    while alive[2]() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)  # as above
+    at_rest(collects=False)
     assert [ref() for ref in alive] == [None] * 3
 
 
@@ -121,7 +117,5 @@ def test_a_wrapper_that_is_dropped_at_work_takes_its_memory_along(kind: str) -> 
         alive.append(weakref.ref(optimizer._memory))
     assert len(alive) > 3
     del wrapped, optimizer, state, step
-    deadline = time.monotonic() + 20  # what is under way ends first
-    while any(ref() is not None for ref in alive) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    at_rest(collects=False)  # what is under way ends first
     assert [ref() for ref in alive if ref() is not None] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -17,6 +16,8 @@ import roundpipe
 from roundpipe import RoundPipe
 from roundpipe import engine as engines
 
+from .at_rest import at_rest
+
 WIDE = 1024
 ONE = WIDE * WIDE * 4  # bytes of one layer
 
@@ -30,7 +31,7 @@ def call(model: RoundPipe, rows: int = 4) -> None:
 
 
 def test_every_byte_has_its_place() -> None:
-    gc.collect()
+    at_rest()
     roundpipe.use_devices("host:2@64MiB")
     before = roundpipe.memory_report().host
     model = wrapped()
@@ -57,12 +58,13 @@ def test_every_byte_has_its_place() -> None:
     text = str(report)
     assert "gradients" in text and "device host:1" in text and "peak" in text
     del model, optimizer
-    gc.collect()
+    at_rest()
     after = roundpipe.memory_report().host
     assert (after.weights_bytes, after.gradients_bytes) == (before.weights_bytes, before.gradients_bytes)
 
 
 def test_weights_in_place_are_told_apart() -> None:
+    at_rest()
     roundpipe.use_devices("host:2")
     before = roundpipe.memory_report().host
     model = wrapped("register")
@@ -81,6 +83,7 @@ def test_it_agrees_with_the_system() -> None:
     for _ in range(2):  # both ends of the region, both gradient images
         call(model)
     model.synchronize()
+    at_rest()
     before = roundpipe.memory_report().host
     optimizer = roundpipe.optim.AdamW(model, lr=1e-3)
     model.step(optimizer)
@@ -151,7 +154,7 @@ def test_a_region_that_was_too_small_is_not_kept() -> None:
     call(large)
     large.synchronize()
     assert worker.region.numel() > size
-    gc.collect()
+    at_rest()
     kept = pointer() is not None
     assert not kept
     call(small)  # goes on in the new one

@@ -15,6 +15,7 @@ from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, wrap_model_to
 from roundpipe.errors import ConfigError, StageError
 
 from . import oracle
+from .at_rest import at_rest
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +167,7 @@ def test_a_takeover_lets_go_of_the_old_memory() -> None:
     wrapped = RoundPipe(model, optim_dtype=torch.float32)
     train_once_wide(wrapped)
     wrapped.synchronize()
-    gc.collect()
+    at_rest()
     before = _ops.host_stats()
     kept = [wrapped]
     for _ in range(3):
@@ -174,7 +175,7 @@ def test_a_takeover_lets_go_of_the_old_memory() -> None:
         train_once_wide(wrapped)
         wrapped.synchronize()
         kept.append(wrapped)
-    gc.collect()
+    at_rest()
     after = _ops.host_stats()
     assert after[2] - before[2] < 512 * 512 * 4, (before, after)
 

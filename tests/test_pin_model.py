@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,35 +22,30 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 from roundpipe.errors import ConfigError, HostOutOfMemory, RoundPipeError
 from roundpipe.host_placement import peak_of_copying
-from roundpipe.optimizer_thread import thread as optimizer_thread
 
+from .at_rest import at_rest
 from .model_zoo import CASES, Case, mse
 
 REGISTERED, PINNED, PAGEABLE, FILE, REGISTRATIONS = range(5)
 WIDE = 512  # a float32 weight of this width squared is worth a registration of its own
 
 
+claimed_before = [0, 0, 0, 0, 0]  # by what other tests of the process still hold
+
+
 def claims() -> list[int]:
+    """Of the present test."""
     gc.collect()
-    return _ops.host_claim_stats(0)
-
-
-def claims_at_rest() -> list[int]:
-    """Once the optimizer thread has forgotten the last step function, and with it the model of whoever wrote that."""
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # a failed test's frames, held by pytest
-        vars(sys).pop(name, None)
-    deadline = time.monotonic() + 5
-    while any(found := claims()) and time.monotonic() < deadline:
-        optimizer_thread.submit(lambda: None)
-        time.sleep(0.02)
-    return found
+    return [now - before for now, before in zip(_ops.host_claim_stats(0), claimed_before, strict=True)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_claimed() -> Iterator[None]:
-    assert claims_at_rest() == [0, 0, 0, 0, 0]  # of other files' tests
+    at_rest()
+    claimed_before[:] = _ops.host_claim_stats(0)
     yield
-    assert claims_at_rest() == [0, 0, 0, 0, 0]
+    at_rest()
+    assert claims() == [0, 0, 0, 0, 0]
 
 
 def wide() -> nn.Sequential:
@@ -286,7 +280,7 @@ def test_copying_that_fails_half_way_gives_everything_back(monkeypatch: pytest.M
         fallen = RoundPipe(layers, pin_model="auto")  # copying fails, so they are locked where they are
         assert fallen._state.placement.mode == "register"
         del fallen
-    gc.collect()
+    at_rest()
     assert _ops.host_stats()[2] == used
     assert all(torch.equal(p, values[n]) for n, p in layers.named_parameters())
     assert RoundPipe(layers)._state.placement.mode == "alloc"

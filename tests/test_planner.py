@@ -200,9 +200,9 @@ def test_hundred_layers_plan_quickly():
     seconds = math.inf
     costs = _random_costs(rng, 100, scale=10**8)
     for _ in range(5):  # the least of several: processor time, too, suffers from neighbours
-        begin = time.process_time()
+        begin = time.thread_time()
         plan_stages([Part(costs, True, True)], Request(4, 4, 1.1, 2 * 10**9))
-        seconds = min(seconds, time.process_time() - begin)
+        seconds = min(seconds, time.thread_time() - begin)
     assert seconds < 0.05
 
 

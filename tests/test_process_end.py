@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from roundpipe import engine
+
 IMPORTS = """
 import gc, json, multiprocessing, os, sys, threading, time, traceback, warnings
 import torch, torch._dynamo  # which torch.optim imports at its first use
@@ -89,6 +91,7 @@ model.synchronize()
 """
 
 # A trap in a backward acts on the last microbatch: simulated devices compute under one lock, and the losses must come.
+# What must not hold the process up would do so for longer than DRIVER waits.
 ENDINGS = {
     "idle": "",
     "async step": """
@@ -110,7 +113,7 @@ call()
 model.step(step)
 """,
     "backward": "traps[0].arm('backward', 2, sleep_s=0.5); call()",
-    "sleeping layer": "traps[0].arm('backward', 2, sleep_s=100.0); call(); traps[0].sprung.wait()",
+    "sleeping layer": "traps[0].arm('backward', 2, sleep_s=1000.0); call(); traps[0].sprung.wait()",
     "computing layer": """
 seen = []
 def endless(module, _):
@@ -121,7 +124,13 @@ def endless(module, _):
 model.model[0].register_forward_pre_hook(endless)
 call()
 """,
-    "failed call": "traps[0].arm('backward', 2, ValueError('late'), sleep_s=0.3); call(); time.sleep(1.0)",
+    "failed call": """
+traps[0].arm('backward', 2, ValueError('late'), hangs=True)
+call()
+traps[0].release()
+model._state.drain()
+assert model._state._calls[-1].error is not None
+""",
     "another thread": """
 def calls():
     try:
@@ -165,13 +174,13 @@ for name, ending in json.loads(sys.argv[1]).items():
         exec(sys.argv[3] + ending)
         sys.exit(0)
     began, ended = time.monotonic(), 0
-    while not ended and time.monotonic() - began < 40:
+    while not ended and time.monotonic() - began < 100:
         time.sleep(0.05)
         ended, status = os.waitpid(pid, os.WNOHANG)
     if not ended:
         os.kill(pid, 9)
         _, status = os.waitpid(pid, 0)
-    results[name] = [os.waitstatus_to_exitcode(status), open(log).read(), time.monotonic() - began]
+    results[name] = [os.waitstatus_to_exitcode(status), open(log).read()]
 print(json.dumps(results))
 """
 
@@ -181,8 +190,8 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, float]]:
-    """Exit code, stderr and seconds (of everything, the start of the engine too) by ending."""
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code (-9: it did not end) and stderr by ending."""
     command = [
         sys.executable,
         "-c",
@@ -206,21 +215,24 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
 
 @pytest.mark.timeout(300)  # the first one runs them all
 @pytest.mark.parametrize("ending", [name for name in ENDINGS if name not in ("exception of the caller", "forks")])
-def test_exit_with_work_in_flight(ending: str, endings: dict[str, tuple[int, str, float]]) -> None:
-    code, errors, seconds = endings[ending]
+def test_exit_with_work_in_flight(ending: str, endings: dict[str, tuple[int, str]]) -> None:
+    code, errors = endings[ending]
     assert (code, errors) == (0, ""), errors
-    assert seconds < endings["idle"][2] + 10
+
+
+def test_an_exit_waits_for_seconds_at_most() -> None:
+    assert engine._PATIENCE_S + engine._FORK_PATIENCE_S <= 5
 
 
 @pytest.mark.timeout(300)
-def test_an_exception_of_the_caller_is_all_that_is_shown(endings: dict[str, tuple[int, str, float]]) -> None:
-    code, errors, _ = endings["exception of the caller"]
+def test_an_exception_of_the_caller_is_all_that_is_shown(endings: dict[str, tuple[int, str]]) -> None:
+    code, errors = endings["exception of the caller"]
     assert code == 1 and errors.startswith("Traceback") and errors.count("Traceback") == 1, errors
     assert errors.endswith("the caller\n"), errors
 
 
-def run_script(script: str, interrupt: bool = False) -> tuple[int, str, float]:
-    """Exit code, stderr, and the seconds from the word READY to the end of a process of its own."""
+def run_interrupted(script: str) -> tuple[int, str]:
+    """Exit code and stderr of a process of its own that gets SIGINT after the word READY."""
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -232,28 +244,26 @@ def run_script(script: str, interrupt: bool = False) -> tuple[int, str, float]:
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        began = time.monotonic()
-        if interrupt:
-            time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
     finally:
         process.kill()
     assert line == "READY\n", errors
-    return process.returncode, errors, time.monotonic() - began
+    return process.returncode, errors
 
 
 def test_ctrl_c_ends_the_process() -> None:
-    """SIGINT while a layer sleeps for long: one traceback, within seconds, and the exit code of any Python program."""
-    body = "traps[1].arm('forward', 1, sleep_s=100.0)\nprint('READY', flush=True)\ncall()"
-    code, errors, seconds = run_script(IMPORTS + PRELUDE + body, interrupt=True)
+    """SIGINT while a layer sleeps for long: one traceback, not at its end, and the exit code of any Python program."""
+    body = "traps[1].arm('forward', 1, sleep_s=1000.0)\nprint('READY', flush=True)\ncall()"
+    code, errors = run_interrupted(IMPORTS + PRELUDE + body)
     # What others run at exit decides it: in Python 3.12 code executed then makes it 1 instead of the signal.
-    plain, _, _ = run_script(IMPORTS + "print('READY', flush=True)\ntime.sleep(100)", interrupt=True)
+    plain, _ = run_interrupted(IMPORTS + "print('READY', flush=True)\ntime.sleep(1000)")
     assert code == plain, (code, errors)
-    assert seconds < 15 and errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt"), errors
 
 
-def test_forks_while_the_engine_runs(endings: dict[str, tuple[int, str, float]]) -> None:
+def test_forks_while_the_engine_runs(endings: dict[str, tuple[int, str]]) -> None:
     """DataLoader workers do their work; a child that uses a model of its parent gets an error, not a deadlock."""
-    code, errors, _ = endings["forks"]
+    code, errors = endings["forks"]
     assert (code, errors) == (0, ""), errors
