@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from . import batch_tree, random_state, recompute
+from . import batch_tree, held, random_state, recompute
 from .boundary import LiveTree
 from .engine import cpu_generator_lock
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .ambient import Ambient
     from .engine import Worker
     from .replica import Attributes, LayerReplica
-
-
-_PLAIN = frozenset({type(None), bool, int, float, str})  # what needs no look inside
 
 
 @dataclass
@@ -197,6 +194,7 @@ def call_layer(
     timed: contextlib.AbstractContextManager[Any],
     hooks: contextlib.AbstractContextManager[Any],
     undo: Callable[[], None],
+    hands_on: bool,
 ) -> tuple[LiveTree, bool]:
     """Runs a layer on ``live``; gives its output, and whether it drew from the CPU generator.
 
@@ -206,12 +204,14 @@ def call_layer(
     caller waits, so the host module's own are the right ones. Looked up and entered under the lock under which they
     are assigned: the last forward and the first recompute may be on two devices at the same time. ``timed``
     is entered around the module's forward alone. ``hooks``: those of saved tensors; a layer that refuses them is called
-    again without, after ``undo`` has brought its buffers back to what they were.
+    again without, after ``undo`` has brought its buffers back to what they were. ``hands_on``: the output goes to
+    another layer or to the caller, see Note [Handed on] in held.py.
     """
     if not scope.recomputing:
         facts.see_mode(replica.layer.training)
     inputs = [leaf for leaf in live.leaves if isinstance(leaf, torch.Tensor)]
     versions = [t._version for t in inputs]
+    given = frozenset(id(leaf) for leaf in live.leaves if hands_on and _holds(leaf))
 
     def run() -> Any:
         replica.pull(attributes)
@@ -246,8 +246,11 @@ def call_layer(
     if written or facts.writes_input is None:
         facts.writes_input = written
     leaves, spec = pytree.tree_flatten(out)
-    if any(type(leaf) not in _PLAIN and not isinstance(leaf, torch.Tensor) for leaf in leaves):
-        batch_tree.reject_hidden_tensors(batch_tree.leaves(out, "output"))
+    if any(type(leaf) not in held.PLAIN and not isinstance(leaf, torch.Tensor) for leaf in leaves):
+        found = batch_tree.leaves(out, "output")
+        batch_tree.reject_hidden_tensors(found)
+        if hands_on:
+            held.refuse(found, f"of {type(replica.layer).__name__}", given)
     grads = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
     result = LiveTree(spec, leaves, grads, {})
     for leaf in leaves:
@@ -256,6 +259,12 @@ def call_layer(
             if host is not None:
                 result.remember(leaf, host)
     return result, drew
+
+
+def _holds(leaf: Any) -> bool:
+    if type(leaf) in held.PLAIN or isinstance(leaf, torch.Tensor):
+        return False
+    return held.find(leaf, held.holds_state) is not None
 
 
 def detach_tree(live: LiveTree) -> LiveTree:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from . import batch_tree, held
 from .errors import RoundPipeError
 
 
@@ -62,7 +63,7 @@ def save_for_recompute(*data: Any) -> None:
 
     Raises:
         RuntimeError: called a second time in one forward.
-        ValueError: a tensor requires grad.
+        ValueError: a tensor requires grad, or something holds a module or a tensor that would not move with it.
     """
     scope = _current.scope
     if scope is None or scope.recomputing or not scope.keeps or not torch.is_grad_enabled():
@@ -77,6 +78,7 @@ def save_for_recompute(*data: Any) -> None:
                 f"save_for_recompute got a tensor of shape {tuple(leaf.shape)} that requires grad; expected values "
                 "outside the graph (indices, masks, decisions). Pass tensor.detach()."
             )
+    held.refuse(batch_tree.leaves(data, "data"), "given to save_for_recompute")
     scope.data = data
     scope.saved = True
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import held
 from .compiled import DeviceCodes, Rebound, is_compiled, own_forward, rebound
 from .errors import ConfigError, RoundPipeError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 # Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _MISSING = object()
-_MOVES = (nn.Module, nn.Parameter)
+_MOVES = (nn.Module, nn.Parameter, types.MethodType)
 
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes, hooks and flags of host modules, by id of the module."""
@@ -96,6 +97,13 @@ def _run_hooks(host: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
     return grad
+
+
+def _other(value: Any, others: dict[int, Any]) -> Any:
+    if isinstance(value, types.MethodType):
+        owner = others.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    return others.get(id(value), value) if isinstance(value, _MOVES) else value
 
 
 def foreign_gradient(parameter: nn.Parameter) -> RoundPipeError:
@@ -225,13 +233,18 @@ class LayerReplica:
                 self._given[index]["forward"] = twin.__dict__["forward"] = forward
 
     def push(self, noted: Attributes | None = None) -> None:
-        """Writes back the plain attributes that the forward assigned or deleted; into ``noted`` too, for the next."""
+        """Writes back the plain attributes that the forward assigned or deleted; into ``noted`` too, for the next.
+
+        See Note [Handed on] in held.py for what stays here.
+        """
         for (module, twin), given in zip(self._nodes, self._given, strict=True):
             own = twin.__dict__
             homes = [module.__dict__] if noted is None else [module.__dict__, noted.setdefault(id(module), {})]
             for name, value in own.items():
                 if name not in _OWN and given.get(name, _MISSING) is not value:
                     returned = self._exchanged(value, self._origins)
+                    if type(value) not in held.PLAIN and held.bound(returned, self._origins):
+                        continue
                     for home in homes:
                         home[name] = returned
             if len(own) < len(given) + len(_OWN):
@@ -243,9 +256,6 @@ class LayerReplica:
         """Methods, modules and parameters of the host layer that stand in attributes, or in lists there (as nn.LSTM
         keeps its weights), become those of the skeleton.
         """
-        if isinstance(value, types.MethodType):
-            twin = self._twins.get(id(value.__self__))
-            return value if twin is None else types.MethodType(value.__func__, twin)
         if is_compiled(value):
             known = self._compiled.get(id(value))
             if known is None:  # once: what it compiles is kept with it
@@ -259,13 +269,13 @@ class LayerReplica:
 
     @staticmethod
     def _exchanged(value: Any, others: dict[int, Any]) -> Any:
-        """``value`` with the modules and parameters in it, by id, exchanged."""
+        """``value`` with the modules, parameters and methods in it exchanged for those of ``others``, by id."""
         if isinstance(value, _MOVES):
-            return others.get(id(value), value)
+            return _other(value, others)
         if type(value) in (list, tuple) and any(isinstance(v, _MOVES) for v in value):
-            return type(value)(others.get(id(v), v) if isinstance(v, _MOVES) else v for v in value)
+            return type(value)(_other(v, others) for v in value)
         if type(value) is dict and any(isinstance(v, _MOVES) for v in value.values()):
-            return {k: others.get(id(v), v) if isinstance(v, _MOVES) else v for k, v in value.items()}
+            return {k: _other(v, others) for k, v in value.items()}
         return value
 
     # -- buffers -------------------------------------------------------------------------------------------------

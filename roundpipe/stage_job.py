@@ -359,6 +359,7 @@ class StageJob:
                 timed=self.probe.forward(m, layer, recomputing),
                 hooks=layer_call.saved_tensors(facts, will_recompute, saved),
                 undo=lambda: buffers.load(sources),
+                hands_on=not recomputing and not self._goes_to_loss(layer),
             )
             buffers.note_silent_writes()
         self._kept.forget_written(known.values())
@@ -374,6 +375,10 @@ class StageJob:
         if scope.saved:
             call.keep_recompute_data(worker, m, layer, scope.data)
         return live
+
+    def _goes_to_loss(self, layer: int) -> bool:
+        call = self.call
+        return self.phase is Phase.FUSED and layer == len(call.layers) - 1 and not call.keeps_outputs
 
     # -- weights -------------------------------------------------------------------------------------------------
     def _await_layer(self, worker: Worker, layer: int) -> None:

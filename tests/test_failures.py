@@ -370,23 +370,29 @@ def test_a_layer_larger_than_the_device_is_an_error_of_memory() -> None:
     oracle.assert_same_gradients(wrapped.model, plain)
 
 
-class HandsOnAFunction(nn.Module):
+class LeavesAFunction(nn.Module):
+    """Behind a global variable, where nobody looks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return lambda: self.linear(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LEFT[:] = [lambda: self.linear(x)]
+        return x
 
 
-class Calls(nn.Module):
-    def forward(self, function: Any) -> torch.Tensor:
-        return function()
+LEFT: list[Any] = []
+
+
+class CallsIt(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LEFT.pop()()
 
 
 def test_a_layer_that_computes_with_the_weights_of_another_stage() -> None:
     roundpipe.use_devices("host:1")
-    wrapped = RoundPipe(nn.Sequential(HandsOnAFunction(), Calls(), nn.Linear(WIDTH, WIDTH)))
+    wrapped = RoundPipe(nn.Sequential(LeavesAFunction(), CallsIt(), nn.Linear(WIDTH, WIDTH)))
     x, _ = batch(0)
     cut, whole = plan_of([(0, 1)], [(1, 3), (0, 1)]), plan_of([], [(0, 3)])
     with pytest.raises(StageError, match=r"layer 1.*belongs to another layer.*hand on tensors"):
