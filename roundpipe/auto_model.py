@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import engine as engines
+from .construction import check_arguments, claim_weights
 from .errors import ConfigError
 from .function_layer import loss_property
-from .model import RoundPipe, check_arguments, claim_weights
+from .layer_list import PassedBy, is_chain
+from .model import RoundPipe
 from .ownership import owners
 from .packed import RoundPipePackedData
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
@@ -110,7 +112,7 @@ class AutoRoundPipe(RoundPipe):
         layers: list[nn.Module] = []
         places = {}
         for part, module in streamed.items():
-            own = list(module._modules.values()) if isinstance(module, nn.Sequential) else [module]
+            own = list(module._modules.values()) if is_chain(module) else [module]
             places[part] = range(len(layers), len(layers) + len(own))
             layers += own  # type: ignore[arg-type]
         left = _LeftOnHost(model, layers)
@@ -119,7 +121,7 @@ class AutoRoundPipe(RoundPipe):
             places[_LOSS] = range(len(layers), len(layers) + 1)
             layers.append(function)
             streamed[_LOSS] = function
-        claim_weights(self, name, list(model.named_parameters()), [*layers, model])
+        claim_weights(self, name, list(model.named_parameters()))
         self.__dict__.update(_places=places, _parts=dict(parts), _left=left, _settings=_Settings(config))
         with owners.released_on_failure(self):
             state = self._new_state(layers, optim_dtype, pin_model)
@@ -136,6 +138,9 @@ class AutoRoundPipe(RoundPipe):
         state = place([*layers, self._left], optim_dtype, pin_model, self.name)
         state.host_read |= {unit.key for unit in state.units_of[-1]}
         return state
+
+    def _find_passed_by(self, *models: nn.Module) -> PassedBy:
+        return PassedBy((), ())  # the copy of the tree calls all modules but those of the parts
 
     def _renew_state(self) -> None:
         before = self._state
@@ -157,7 +162,7 @@ class AutoRoundPipe(RoundPipe):
             if run_config is not None:
                 _refuse_plan(run_config, "roundpipe_run_config")
             state, settings, tree = self._state, self._settings, self._tree
-            state.prepare()
+            state.prepare(trains=torch.is_grad_enabled())
             self._left.check()
             state.wait_host_read()
             tree.begin()

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from roundpipe.call_site import caller_level
 from roundpipe.errors import ConfigError, ConfigTypeError
 from roundpipe.layer_cost import LayerCost, activation_bytes, activations_known, stage_bytes, with_estimates
 from roundpipe.planner import Request, plan_stages, predicted_ms
@@ -104,10 +105,10 @@ def cautious(request: Request, parts: Sequence[Part]) -> Request:
 
 
 def stage_limit(
-    parts: Sequence[Part], limit_gb: float | None, memories: Sequence[int | None], warn_at: int | None
+    parts: Sequence[Part], limit_gb: float | None, memories: Sequence[int | None], *, warns: bool
 ) -> int | None:
-    """Bytes of one stage: half of the limit, raised where one layer alone needs more, with a warning ``warn_at`` frames
-    up (None: without). None: no limit.
+    """Bytes of one stage: half of the limit, raised where one layer alone needs more, with a warning if ``warns``.
+    None: no limit.
     """
     if limit_gb is not None:
         limit = check_number("model_memory_limit", limit_gb, 0.0) * 1e9
@@ -128,15 +129,20 @@ def stage_limit(
     if most > stage:
         name = parts[m].costs[i].name
         where = f"layer {i}" + (f" ({name})" if name else "") + (f" of model {m}" if len(parts) > 1 else "")
-        if warn_at is not None:
+        if warns:
             warnings.warn(
-                f"{where} needs {most / 1e9:.3f} GB in a stage of its own, but half of the model memory limit of "
-                f"{limit / 1e9:.3f} GB is {stage / 1e9:.3f} GB; the limit is raised to {2 * most / 1e9:.3f} GB. Split "
-                "the layer, or give a larger model_memory_limit, if devices run out of memory",
-                stacklevel=warn_at + 1,
+                f"{where} needs {_gb(most)} in a stage of its own, but half of the model memory limit of {_gb(limit)} "
+                f"is {_gb(stage)}; the limit is raised to {_gb(2 * most)}. Split the layer, or give a larger "
+                "model_memory_limit, if devices run out of memory",
+                stacklevel=caller_level(),
             )
         stage = most
     return stage
+
+
+def _gb(size_bytes: float) -> str:
+    size = size_bytes / 1e9
+    return f"{size:.3f} GB" if size >= 0.01 else f"{size:.3g} GB"
 
 
 def usable_bytes(memories: Sequence[int | None]) -> int | None:

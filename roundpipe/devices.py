@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from roundpipe.call_site import caller_level
 from roundpipe.errors import ConfigError, ConfigTypeError
 
 __all__ = ["Device", "DeviceSpec", "active_spec", "devices", "on_change", "parse_devices", "use_devices"]
@@ -190,7 +191,7 @@ def _default_spec() -> DeviceSpec:
         warnings.warn(
             'RoundPipe found no GPU and works on one simulated device of the host ("host:1"). Ask for it by '
             f'roundpipe.use_devices("host:1") or {ENVIRONMENT_VARIABLE}=host:1 to silence this warning.',
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
     return DeviceSpec("host", (0,))
 

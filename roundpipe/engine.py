@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # state derived for it, and nobody may draw in between.
 cpu_generator_lock = threading.RLock()
 _unshared = contextlib.nullcontext()
+_of_thread = threading.local()  # .device: the name of the device whose worker the thread is
 
 
 class Runnable(Protocol):
@@ -70,6 +71,7 @@ class Worker:
         self._queue.put(None)
 
     def _loop(self) -> None:
+        _of_thread.device = self.name
         if self.stream is not None:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(self.stream)
@@ -305,6 +307,13 @@ def check_process() -> None:
             "RoundPipe was used in a forked child process; its engine and its weights live in the parent only. Start "
             "the child with the 'spawn' method, or keep RoundPipe models out of DataLoader workers."
         )
+
+
+def worker_device() -> str | None:
+    """The device that this thread computes for; None for a thread of the user's. (Hooks that autograd runs on a thread
+    of its own, as on a GPU, are not known.)
+    """
+    return getattr(_of_thread, "device", None)
 
 
 _FORK_PATIENCE_S = 1.0

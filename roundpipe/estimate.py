@@ -21,6 +21,7 @@ from .hf.layers import PrefixLayer
 from .hf.meta_model import add_lora, load_config, meta_layers, meta_model
 from .host_memory_model import HostPeak, activation_bytes, predict_host
 from .host_placement import MODES
+from .layer_list import layers_of
 from .layer_run import LayerRun
 from .layer_sizes import UnitSize, layer_costs_of, unit_sizes
 from .live_memory import MemoryUse
@@ -399,11 +400,9 @@ def _layers(model: Any, lora: int | None) -> tuple[list[nn.Module], bool]:
         valueless = any(p.is_meta for p in model.parameters())
         layers = list(meta_layers(model) if valueless else causal_lm_to_sequential(model))
     else:
-        layers = list(model.children()) if isinstance(model, nn.Sequential) else [model]
+        layers = layers_of(model)
     if lora is not None and not isinstance(layers[0], PrefixLayer):
         raise ConfigError("lora: adapters can be added to a language model only; put yours into the model")
-    if not layers:
-        raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
     return layers, isinstance(layers[0], PrefixLayer)
 
 

@@ -124,7 +124,7 @@ def _request(profile: Profile, machine: Machine, grain: str) -> Request:
     return Request(
         num_devices=machine.num_devices,
         min_stages=machine.num_devices,
-        stage_limit_bytes=stage_limit([profile.part], None, [machine.memory_bytes], None),
+        stage_limit_bytes=stage_limit([profile.part], None, [machine.memory_bytes], warns=False),
         microbatches=profile.num_microbatch,
         usable_bytes=usable_bytes([machine.memory_bytes]),
         by_layer=grain == "layer",

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from roundpipe.batch_tree import Leaf, is_block_mask, leaves, reject_hidden_tensors, structure
+from roundpipe.call_site import caller_level
 from roundpipe.errors import SplitError
 from roundpipe.leaf_split import REMEDY, check_list, divide, explicit_dim, is_automatic, packed_rows, rows_of
 from roundpipe.packed import RoundPipePackedData, TransferEvent
@@ -112,7 +113,7 @@ def _packed_count(packed: Sequence[Leaf]) -> int:
         warnings.warn(
             f"packed inputs have different numbers of microbatches {lengths}; the shortest one's, {count}, is used and "
             "the rest of the others is left out",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
     return count
 
@@ -171,7 +172,7 @@ def _fit_count(divided: Sequence[tuple[Leaf, int]], count: int, *, fixed: bool) 
         warnings.warn(
             f"{leaf.name} has {rows} rows for num_microbatch={count}: such batches run with as many microbatches as "
             "they have rows. This is said once.",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
     return max(rows, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,19 +11,19 @@ from torch import nn
 
 from . import engine as engines
 from . import runs, spans
-from .arguments import check_bool, check_name, check_optim_dtype, check_state_dict, keyword_arguments
+from .arguments import check_bool, check_state_dict, keyword_arguments
+from .call_site import caller_level
+from .construction import check_arguments, claim_weights
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .grad_scaler import GradScaler
-from .host_placement import MODES as PIN_MODES
+from .layer_list import PassedBy, layers_of
 from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
 from .ownership import owners
-from .processes import refuse_several_processes
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState
-from .unsuitable import refuse_unsuitable
 from .weight_placement import place
 
 # Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
@@ -70,12 +69,8 @@ class RoundPipe(nn.Module):
     ) -> None:
         super().__init__()
         config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
-        layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else [model]
-        if not layers:
-            raise ConfigError("the model is an empty nn.Sequential; expected at least one layer")
-        claim_weights(
-            self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()], layers
-        )
+        layers = layers_of(model)
+        claim_weights(self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()])
         with owners.released_on_failure(self):
             state = place(layers, optim_dtype, pin_model, self.name)
         self._set_up(model, state, threading.RLock(), self.name, config)
@@ -89,6 +84,10 @@ class RoundPipe(nn.Module):
         own["original_model"] = None
         own["training"] = model.training
         self._modules["model"] = model
+        own["_passed_by"] = self._find_passed_by(model)
+
+    def _find_passed_by(self, *models: nn.Module) -> PassedBy:
+        return PassedBy(models, self.layers)
 
     # -- running -------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
@@ -104,6 +103,7 @@ class RoundPipe(nn.Module):
         return self._forward(args, roundpipe_run_config, kwargs)
 
     def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:
+        self._passed_by.warn_of_hooks()
         with self._entered(), spans.span("call", "forward"):
             config = self._resolve(run_config)
             if config.requires_grad:
@@ -166,6 +166,7 @@ class RoundPipe(nn.Module):
                     "by roundpipe.optim.AdamW(model, ...) or its like"
                 )
             self._check_own(step)
+        self._passed_by.warn_of_hooks()
         with self._entered(), spans.span("call", "forward_backward"):
             return runs.train(
                 self._state,
@@ -265,7 +266,7 @@ class RoundPipe(nn.Module):
         warnings.warn(
             f"{self.name}: parameters() outside roundpipe.OptimizerCtx gives the host weights, which an optimizer must "
             "not be built on; use `with roundpipe.OptimizerCtx():` or optim_parameters() for an optimizer.",
-            stacklevel=3,
+            stacklevel=caller_level(),
         )
         yield from self._naming_model().named_parameters(prefix, recurse, remove_duplicate)
 
@@ -278,9 +279,17 @@ class RoundPipe(nn.Module):
         reachable through the wrapper, and state dict and parameter names are its own.
         """
         self.__dict__["original_model"] = model
+        self.__dict__["_passed_by"] = self._find_passed_by(self.model, model)
 
     def _entered(self) -> threading.RLock:
         engines.check_process()  # before the lock: a fork may have copied it locked
+        device = engines.worker_device()
+        if device is not None:
+            raise ConfigError(
+                f"a layer or loss function on {device} used the wrapped model {self.name!r} in a way that waits for "
+                "the devices themselves (a call, step, synchronize, ...). Do that before the call, and give what comes "
+                "out to it as an argument or in the label."
+            )
         if optimizer_thread.is_current():
             raise ConfigError(
                 f"a step function used the wrapped model {self.name!r} in a way that waits for the step itself (a "
@@ -377,12 +386,16 @@ class RoundPipe(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        probe = fn(torch.zeros(1))
-        if probe.device.type != "cpu":
+        cause: Exception | None = None
+        try:
+            where = str(fn(torch.zeros(1)).device)
+        except Exception as error:  # of a device that is not there, say
+            where, cause = f"another device ({type(error).__name__}: {error})", error
+        if where != "cpu":
             raise ConfigError(
-                f"a RoundPipe model cannot be moved to {probe.device}: its weights live in host memory and visit the "
-                "devices only while they compute. Leave .to(device)/.cuda() out; inputs may be on any device."
-            )
+                f"a RoundPipe model cannot be moved to {where}: its weights live in host memory and visit the devices "
+                "only while they compute. Leave .to(device)/.cuda() out; inputs may be on any device."
+            ) from cause
         with self._entered():
             dtypes = {tensor.dtype for tensor in (*self.model.parameters(), *self.model.buffers())}
             if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in dtypes):
@@ -471,37 +484,6 @@ def _outside_graphs(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def check_arguments(
-    model: object, optim_dtype: object, name: object, model_run_config: object, pin_model: object
-) -> RoundPipeRunConfig:
-    """Raises for what cannot be wrapped; gives the configuration."""
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"RoundPipe(model=...): got {type(model).__name__}, expected an nn.Module")
-    if isinstance(model, RoundPipe):
-        raise ConfigError(f"the model is already wrapped (as {model.name!r}); use that wrapper")
-    refuse_unsuitable(model)
-    if pin_model not in PIN_MODES:
-        raise ConfigError(f"pin_model={pin_model!r}: expected one of {', '.join(map(repr, PIN_MODES))}")
-    check_optim_dtype(optim_dtype)
-    check_name(name)
-    config = RoundPipeRunConfig() if model_run_config is None else model_run_config
-    if not isinstance(config, RoundPipeRunConfig):
-        raise ConfigTypeError(f"model_run_config: got {type(config).__name__}, expected a RoundPipeRunConfig")
-    return config
-
-
-def claim_weights(
-    wrapper: RoundPipe, name: str | None, parameters: list[tuple[str, nn.Parameter]], layers: list[nn.Module]
-) -> None:
-    """Makes ``wrapper`` the owner of the parameters and gives it its name."""
-    for module in (module for layer in layers for module in layer.modules()):
-        if isinstance(module, RoundPipe):
-            raise ConfigError(f"the model contains a wrapped model ({module.name!r}); unwrap it (use its .model) first")
-    refuse_several_processes()
-    wrapper.__dict__["name"] = name if name is not None else _call_site()
-    owners.claim(parameters, wrapper)
-
-
 class _Retired:
     """In the place of the state of a wrapper whose weights another one has taken over."""
 
@@ -513,12 +495,3 @@ class _Retired:
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigError(self._message)
-
-
-def _call_site() -> str:
-    """``file:line`` of the first frame outside this package."""
-    frame = sys._getframe(1)
-    package = __name__.rpartition(".")[0]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package + "."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import nn
 
+from .call_site import caller_level
 from .errors import ConfigError, RoundPipeError
 
 
@@ -97,7 +98,7 @@ def _end(owner: Owner, successor: str) -> None:
     except RoundPipeError as error:
         warnings.warn(
             f"{owner.name} is replaced by {successor}; it had failed meanwhile: {type(error).__name__}: {error}",
-            stacklevel=5,
+            stacklevel=caller_level(),
         )
         owner.synchronize()  # told; what remains is well
     owner.retire(successor)

@@ -178,7 +178,7 @@ class ModelExecutePlan:
             num_devices=num_devices,
             min_stages=num_devices if min_stages is None else check_positive("min_stages", min_stages),
             upper_threshold=check_number("upper_threshold", upper_threshold, 1.0),
-            stage_limit_bytes=stage_limit(parts, model_memory_limit, memories, warn_at=2),
+            stage_limit_bytes=stage_limit(parts, model_memory_limit, memories, warns=True),
             microbatches=next((count for count, _ in runs if count is not None), None),
             usable_bytes=usable_bytes(memories),
             by_layer=all(grain == "layer" for _, grain in runs),

@@ -98,7 +98,7 @@ class PlanKeeper:
 
     def _request(self, part: Part, num_microbatch: int, grain: str) -> Request:
         devices, memory = self._model.plan_limits()
-        limit = stage_limit([part], None, [memory], None if part.backward in self._warned else 9)
+        limit = stage_limit([part], None, [memory], warns=part.backward not in self._warned)
         self._warned.add(part.backward)
         return Request(
             num_devices=devices,

@@ -37,7 +37,7 @@ def infer(state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], k
 def _infer(
     state: TrainingState, config: ResolvedConfig, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Call]
 ) -> Any:
-    engine = state.prepare()
+    engine = state.prepare(trains=False)
     with torch.no_grad():
         pieces = split_inputs(args, kwargs, config.num_microbatch, config.split_input)
         inputs = _inputs(engine, pieces)

@@ -37,11 +37,12 @@ class StatePart:
         """What measurements hold for: the whole's, which it renews with the devices, and what is trained."""
         return self.whole.measurements, [list(unit.trainable) for units in self.units_of for unit in units]
 
-    def prepare(self) -> Engine:
+    def prepare(self, *, trains: bool = True) -> Engine:
         """As ``TrainingState.prepare``, which does the same for the whole. Within a call of the whole model it does not
         look at all of it again for every part.
         """
-        engine = self.whole.prepare_part(self.layers) if self.whole.whole_call else self.whole.prepare()
+        whole = self.whole
+        engine = whole.prepare_part(self.layers) if whole.whole_call else whole.prepare(trains=trains)
         before, self._measured_under = self._measured_under, self._circumstances()
         if before[0] is not self._measured_under[0]:
             self.measurements = Measurements(len(self.layers))

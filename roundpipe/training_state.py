@@ -116,16 +116,21 @@ class TrainingState:
         self._finalizer()
 
     # -- before a call -------------------------------------------------------------------------------------------
-    def prepare(self) -> Engine:
-        """Raises earlier failures, follows what the user changed on the host model, and gives the engine."""
+    def prepare(self, *, trains: bool = True) -> Engine:
+        """Raises earlier failures, follows what the user changed on the host model, and gives the engine.
+
+        Not ``trains``: no gradient will come, so those that are shown stay.
+        """
         self.raise_failures()
         self._forget_ended()
         engine = self._follow_engine()
         self.adopt_edits()
-        if any(not unit.layout_is_current() for unit in self.units):
+        changed = any(not unit.layout_is_current() for unit in self.units)
+        if changed:
             relayout(self)
         if self.grads_shown:
-            adopt_shown_gradients(self)
+            if trains or changed:
+                adopt_shown_gradients(self)
         else:
             fold_host_gradients(self)
         self.host_buffers.refresh(engine)

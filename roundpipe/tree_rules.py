@@ -3,7 +3,7 @@
 Note [Tree walk]
   From the root down:
   - modules to skip stay as they are, on the host;
-  - an nn.Sequential becomes one part with its children as layers;
+  - an nn.Sequential without a forward of its own becomes one part with its children as layers;
   - a compiled module is one part, of one layer;
   - a module with a forward of its own becomes a part of one layer if its own parameters have at least
     ``lower_threshold`` elements, or all below it at most ``upper_threshold``; also where there is nothing below it;
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .layer_list import is_chain
 from .run_config import RoundPipeRunConfig
 
 logger = logging.getLogger(__name__)
@@ -89,8 +90,8 @@ def _reason(module: nn.Module, rules: Rules) -> str | None:
     """Why a module becomes a part; None: it does not."""
     if any(id(inner) in rules.skipped for inner in module.modules()):
         return None
-    if isinstance(module, nn.Sequential):
-        return f"{len(module)} layers" if len(module) else None
+    if is_chain(module):
+        return f"{len(module._modules)} layers" if module._modules else None
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return "it is compiled as a whole"
     if type(module).forward is nn.Module.forward:  # a container, which nobody calls

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .auto_model import AutoRoundPipe
+from .call_site import caller_level
 from .devices import devices
 from .errors import ConfigError, ConfigTypeError
 from .function_layer import FunctionLayer
@@ -120,7 +121,7 @@ def _warn_of_unused(model: nn.Module, parts: Collection[str], given: Mapping[nn.
         warnings.warn(
             f"override_config has no effect on {', '.join(map(repr, unused))}: only modules that are streamed as a "
             f"whole have a configuration, which are {', '.join(map(repr, list(parts)[:20]))}",
-            stacklevel=3,
+            stacklevel=caller_level(),
         )
 
 

@@ -207,6 +207,40 @@ def _in_inference_mode(w: World) -> Any:
         return w.train()
 
 
+def _asks(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output - model(label)).square().sum()
+
+    return loss
+
+
+def _waits(w: World) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        w.model.synchronize()
+        return loss_fn(output, label)
+
+    return loss
+
+
+def _layer_that(does: Callable[[torch.Tensor], Any]) -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            does(x)
+            return x
+
+    RoundPipe(nn.Sequential(nn.Linear(4, 4), Asks()), name="asks").forward_backward(
+        (torch.randn(4, 4),), loss_fn=lambda out, _: out.sum()
+    )
+
+
+def _hook_that(does: Callable[[], Any]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].weight.register_hook(lambda grad: does() and None)
+    wrapped = RoundPipe(net, name="hooked")
+    wrapped.forward_backward((torch.randn(4, 4),), loss_fn=lambda out, _: out.sum())
+    wrapped.synchronize()
+
+
 case("args_tensor", TypeError, "write (x,)", lambda w: w.train(w.x))
 case("args_list", TypeError, "expected a tuple", lambda w: w.train([w.x]))
 case("kwargs_list", TypeError, "input_kwargs", lambda w: w.train(input_kwargs=[w.x]))
@@ -236,6 +270,14 @@ case("loss_raises", StageError, "KeyError", lambda w: w.train(loss_fn=lambda out
 case("return_outputs_text", TypeError, "return_outputs", lambda w: w.train(return_outputs="yes"))
 case("run_config_dict", TypeError, "RoundPipeRunConfig", lambda w: w.train(run_config={"num_microbatch": 2}))
 case("run_config_class", TypeError, "RoundPipeRunConfig", lambda w: w.train(run_config=Config))
+case("loss_calls_the_model", StageError, "a layer or loss function on host", lambda w: w.train(loss_fn=_asks(w.model)))
+case("loss_calls_another_model", StageError, "'teacher'",
+     lambda w: w.train(loss_fn=_asks(RoundPipe(nn.Linear(2, 2), name="teacher"))))  # fmt: skip
+case("loss_synchronizes", StageError, "a layer or loss function on", lambda w: w.train(loss_fn=_waits(w)))
+case("layer_calls_the_model", StageError, "a layer or loss function on", lambda w: _layer_that(lambda x: w.infer()))
+case("layer_reads_a_state_dict", StageError, "a layer or loss function on",
+     lambda w: _layer_that(lambda x: w.model.state_dict()))  # fmt: skip
+case("hook_calls_the_model", StageError, "a layer or loss function on", lambda w: _hook_that(lambda: w.infer()))
 case("train_without_grad", RuntimeError, "gradients disabled", _without_grad)
 case("train_in_inference_mode", RuntimeError, "inference_mode", _in_inference_mode)
 case("announced_function", TypeError, "step", lambda w: w.train(step=w.update))
@@ -390,6 +432,9 @@ def _foreign_optimizer(w: World) -> None:
 case("step_foreign_optimizer", ValueError, "OptimizerCtx", _foreign_optimizer)
 
 # -- nn.Module verbs --------------------------------------------------------------------------------------------------
+if not torch.cuda.is_available():
+    case("to_cuda_without_one", ValueError, "cannot be moved to another device", lambda w: w.model.to("cuda"))
+    case("cuda_without_one", ValueError, "cannot be moved to another device", lambda w: w.model.cuda())
 case("to_meta", ValueError, "cannot be moved", lambda w: w.model.to("meta"))
 case("to_empty_meta", ValueError, "cannot be moved", lambda w: w.model.to_empty(device="meta"))
 case("half_in_training", ValueError, "dtype", lambda w: w.model.half())

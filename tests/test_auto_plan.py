@@ -98,10 +98,15 @@ def test_the_raised_limit_names_the_layer_of_its_model() -> None:
         Part((LayerCost(100), LayerCost(7 * 10**9, name="Head")), False, False),
     ]
     with pytest.warns(UserWarning, match=r"layer 1 \(Head\) of model 1 needs 7.000 GB .* raised to 14.000 GB"):
-        assert stage_limit(parts, 4, [None], 1) == 7 * 10**9
-    assert stage_limit(parts, 20, [None], 1) == 10**10
-    assert stage_limit(parts[:1], None, [10**9, 10**10, None], 1) == int(0.3e9)
-    assert stage_limit(parts, None, [None, None], 1) is None
+        assert stage_limit(parts, 4, [None], warns=True) == 7 * 10**9
+    small = [Part((LayerCost(40_500),), False, False)]
+    with pytest.warns(
+        UserWarning, match=r"needs 4.05e-05 GB .* limit of 1e-06 GB is 5e-07 GB; .* raised to 8.1e-05 GB"
+    ):
+        assert stage_limit(small, 1e-6, [None], warns=True) == 40_500
+    assert stage_limit(parts, 20, [None], warns=True) == 10**10
+    assert stage_limit(parts[:1], None, [10**9, 10**10, None], warns=True) == int(0.3e9)
+    assert stage_limit(parts, None, [None, None], warns=True) is None
 
 
 @pytest.mark.parametrize("devices", [1, 4])

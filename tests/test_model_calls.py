@@ -206,3 +206,33 @@ def test_inference_between_and_after_steps() -> None:
         plain.train()
     with torch.inference_mode():
         oracle.assert_close_to_scale(wrapped.eval()(x).clone(), plain.eval()(x).clone(), "output in inference mode")
+
+
+def test_inference_leaves_the_gradients_that_are_shown() -> None:
+    wrapped, plain = RoundPipe(four()), four()
+    x = torch.randn(8, 6)
+
+    def shown() -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in wrapped.model.parameters()]
+
+    both(wrapped, plain, (x,), loss_fn=square)
+    wrapped.synchronize()
+    before = shown()
+    with torch.no_grad():
+        wrapped(x)
+    with torch.inference_mode():
+        wrapped(x)
+    wrapped(x, roundpipe_run_config=RoundPipeRunConfig(requires_grad=False))
+    oracle.assert_same_gradients(wrapped.model, plain)
+    assert all(torch.equal(a, b) for a, b in zip(shown(), before, strict=True))
+    for model in (wrapped.model, plain):  # what is done with them there counts
+        model[0].weight.grad.mul_(3)
+        model[1].zero_grad()
+        model[2].requires_grad_(False)
+    with torch.no_grad():
+        wrapped(x)
+    both(wrapped, plain, (x,), loss_fn=square)
+    with torch.no_grad():
+        wrapped(x)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain)

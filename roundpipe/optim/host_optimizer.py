@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..call_site import caller_level
 
 
 def scalar(value: float | Tensor) -> float:
@@ -43,7 +44,7 @@ def check_implementation(
         if value is not None:
             warnings.warn(
                 f"roundpipe.optim.{optimizer} ignores {name}={value}: it has one implementation, which is fused",
-                stacklevel=_caller_level(),
+                stacklevel=caller_level(),
             )
     for name, asked in (("capturable", capturable), ("differentiable", differentiable)):
         if asked:
@@ -51,16 +52,6 @@ def check_implementation(
                 f"roundpipe.optim.{optimizer} has no {name}=True: it runs on the CPU and is not differentiated; "
                 f"use torch.optim.{optimizer} for that"
             )
-
-
-def _caller_level() -> int:
-    """As `stacklevel` of a warning: the first caller outside of this package."""
-    frame = sys._getframe(1)
-    level = 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__ or ""):
-        frame = frame.f_back
-        level += 1
-    return level
 
 
 def refuse_compact(optimizer: str, options: Mapping[str, Any]) -> None:
