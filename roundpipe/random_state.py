@@ -24,7 +24,7 @@ import torch
 
 from roundpipe.errors import ConfigError
 
-__all__ = ["draw_call_seed", "layer_seed", "seeded"]
+__all__ = ["default_generator", "draw_call_seed", "layer_seed", "seeded"]
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -70,7 +70,7 @@ class seeded:  # noqa: N801 - used like a function, as torch.no_grad is
     __slots__ = ("_before", "_generator", "_seed", "_start", "drew")
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._generator = _default_generator(torch.device(device))
+        self._generator = default_generator(torch.device(device))
         self._seed = seed
         self._before: torch.Tensor | None = None
         self._start: torch.Tensor | None = None
@@ -94,7 +94,7 @@ class seeded:  # noqa: N801 - used like a function, as torch.no_grad is
         self._before = self._start = None
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     if device.type != "cuda":

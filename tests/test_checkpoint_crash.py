@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # Children are forked for speed, so the tensors lie in plain memory: pinned memory is not for children.
 WRITER = """
-import os, signal, sys
+import functools, os, signal, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
@@ -39,10 +39,10 @@ def write(value):
     specs = {e.name: e.spec for g in groups for _, e in g.entries}
     layouts = {"model": shards("model", specs, 2048), "previous": [], "optimizer": []}
     others = {INDEX_NAME: index(layouts["model"])}
-    others[MANIFEST_NAME] = manifest(layouts, others, False)
+    last = MANIFEST_NAME, functools.partial(manifest, layouts, others, False)
     handle = SaveHandle(TARGET)
     beside, lock = saving._make_beside(TARGET, 1)
-    SaveJob(handle, beside, True, groups, layouts, others, lambda: None, lock).run()
+    SaveJob(handle, beside, True, groups, layouts, others, last, lambda: None, lock).run()
     handle.wait()
 
 def read(directory):

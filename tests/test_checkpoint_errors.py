@@ -239,6 +239,19 @@ def edit_manifest(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def flip(path: Path) -> None:
+    """One bit, at the end."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def replaced(path: Path) -> None:
+    """In a checkpoint without checksums."""
+    path.write_bytes(b"x" * path.stat().st_size)
+    edit_manifest(path.with_name("checkpoint.json"), crc32={})
+
+
 WEIGHTS, STATES = "model-00002-of-*", "optimizer-00003-of-*"
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no weights": (WEIGHTS, Path.unlink, "missing"),
@@ -254,7 +267,13 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "another shape": (WEIGHTS, lambda path: edit_header(path, b'"shape":[8', b'"shape":[9'), "header"),
     "no small state": ("state.pt", Path.unlink, "missing"),
     "cut small state": ("state.pt", cut, "cut off"),
-    "other small state": ("state.pt", lambda path: path.write_bytes(b"x" * path.stat().st_size), "cannot be read"),
+    "other small state": ("state.pt", lambda path: path.write_bytes(b"x" * path.stat().st_size), "checksum"),
+    "another small state": ("state.pt", replaced, "cannot be read"),
+    "a changed weight": (WEIGHTS, flip, "damaged.*checksum"),
+    "a changed moment": (STATES, flip, "damaged.*checksum"),
+    "a changed index": ("model.safetensors.index.json", flip, "damaged.*checksum"),
+    "no checksum": ("checkpoint.json", lambda path: edit_manifest(path, crc32={"state.pt": "x"}), "damaged"),
+    "no checksums": ("checkpoint.json", lambda path: edit_manifest(path, crc32=[1]), "damaged"),
     "no index": ("model.safetensors.index.json", Path.unlink, "missing"),
     "no manifest": ("checkpoint.json", Path.unlink, "no checkpoint"),
     "another manifest": ("checkpoint.json", lambda path: edit_manifest(path, files={"model": []}), "damaged"),

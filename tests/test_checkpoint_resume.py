@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe.checkpoint import small_state
 
 from .checkpoint_runs import Run, assert_same
 
@@ -144,6 +146,65 @@ def test_random_numbers(tmp_path: Path) -> None:
     assert draw() != want
     with pytest.raises(roundpipe.errors.CheckpointMismatch, match="rng_state"):
         roundpipe.load(run.model, None, None, tmp_path / "without", rng_state=True)
+
+
+class Devices:
+    """Generators that stand for those of GPUs."""
+
+    def __init__(self, number: int, first_seed: int) -> None:
+        self.generators = [torch.Generator().manual_seed(first_seed + i) for i in range(number)]
+
+    def draw(self) -> list[list[float]]:
+        return [torch.rand(3, generator=one).tolist() for one in self.generators]
+
+
+@pytest.mark.parametrize("loading", [0, 1, 3, 4])
+@pytest.mark.parametrize("saving", [0, 3])
+def test_random_numbers_of_the_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, saving: int, loading: int
+) -> None:
+    roundpipe.use_devices("host:2")
+    run = Run("split", "exact").train(1)
+    before, after, alone = Devices(saving, 5), Devices(loading, 50), Devices(loading, 50)
+    monkeypatch.setattr(small_state, "_device_generators", lambda: before.generators)
+    before.draw()
+    run.save(tmp_path / "a").wait()
+    want = before.draw()[:loading]
+    want += alone.draw()[len(want) :]  # as if nothing had been loaded
+    monkeypatch.setattr(small_state, "_device_generators", lambda: after.generators)
+    run.load(tmp_path / "a")
+    assert after.draw() == want
+    assert ("random numbers of 3 devices" in caplog.text) == (saving == 3 and loading != 3)
+
+
+def test_random_numbers_of_another_kind_of_device_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    roundpipe.use_devices("host:2")
+    run = Run("split", "exact").train(1)
+    monkeypatch.setattr(
+        small_state,
+        "_device_generators",
+        lambda: [SimpleNamespace(get_state=lambda: torch.zeros(16, dtype=torch.uint8))],
+    )
+    run.save(tmp_path / "a").wait()
+    own = Devices(1, 5)
+    monkeypatch.setattr(small_state, "_device_generators", lambda: own.generators)
+    run.load(tmp_path / "a")
+    assert own.draw() == Devices(1, 5).draw()
+    assert "not of its kind" in caplog.text
+
+
+@pytest.mark.needs_cuda
+def test_random_numbers_of_gpus(tmp_path: Path) -> None:
+    roundpipe.use_devices("cuda")
+    run = Run("split", "exact").train(1)
+    gpus = [one.device for one in roundpipe.devices()]
+    [torch.rand(3, device=gpu) for gpu in gpus]
+    run.save(tmp_path / "a").wait()
+    want = [torch.rand(3, device=gpu).tolist() for gpu in gpus]
+    run.load(tmp_path / "a")
+    assert [torch.rand(3, device=gpu).tolist() for gpu in gpus] == want
 
 
 def test_weights_alone_are_the_newest(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import torch
 from ..errors import CheckpointError, ConfigError, RoundPipeError
 from ..interrupts import uninterrupted
 from . import disk
+from .checksum import WrittenFiles
 from .chunks import bytes_of, chunks
 from .tensor_file import FileLayout, Spec
 
@@ -163,7 +164,8 @@ def wait_for_saves_to(directory: Path) -> None:
 
 
 class SaveJob:
-    """Writes ``groups`` into the files of ``layouts`` (by kind), and ``others`` (name -> bytes), in ``beside``.
+    """Writes ``groups`` into the files of ``layouts`` (by kind), and ``others`` (name -> bytes), in ``beside``;
+    ``last``: the name of one more, and what gives its bytes for the checksums of the others (by name).
 
     ``beside`` exists, with ``lock`` on it; it becomes ``handle.directory``. ``progress`` is called after each piece.
     """
@@ -176,6 +178,7 @@ class SaveJob:
         groups: Sequence[Group],
         layouts: Mapping[str, Sequence[FileLayout]],
         others: Mapping[str, bytes],
+        last: tuple[str, Callable[[Mapping[str, int]], bytes]],
         progress: Callable[[], None],
         lock: int,
     ) -> None:
@@ -189,6 +192,8 @@ class SaveJob:
             (kind, name): layout for kind, made in layouts.items() for layout in made for name in layout.offsets
         }
         self._others = dict(others)
+        self._last = last
+        self._sums: WrittenFiles | None = None
         self._progress = progress
         self._open: dict[str, int] = {}
         self._now = ""  # what is being written, for messages
@@ -229,6 +234,7 @@ class SaveJob:
         return failure
 
     def _write(self) -> None:
+        self._sums = WrittenFiles()
         try:
             for layout in self._layouts:
                 self._create(layout.name, layout.size_bytes, layout.header)
@@ -242,11 +248,15 @@ class SaveJob:
                 group.hold.release()
             for name, data in self._others.items():
                 self._create(name, len(data), data)
+            name, make = self._last
+            data = make({name: self._sums.total(name) for name in self._open})
+            self._create(name, len(data), data)
             for name, descriptor in self._open.items():  # nobody waits for this
                 self._now = name
                 disk.sync(descriptor)
                 self._progress()
         finally:
+            self._sums.close()
             for descriptor in self._open.values():
                 disk.close(descriptor)
         self._now = ""
@@ -256,15 +266,23 @@ class SaveJob:
     def _create(self, name: str, size_bytes: int, begins_with: bytes) -> None:
         self._now = name
         self._open[name] = disk.open_new(self._beside / name, size_bytes)
-        disk.write_at(self._open[name], memoryview(begins_with), 0)
+        self._write_piece(name, memoryview(begins_with), 0)
+
+    def _write_piece(self, name: str, data: memoryview, offset: int) -> None:
+        assert self._sums is not None
+        self._sums.begin(name, offset, data)
+        try:
+            disk.write_at(self._open[name], data, offset)
+        finally:
+            self._sums.end()
 
     def _write_entry(self, kind: str, entry: Entry) -> None:
         layout = self._place[kind, entry.name]
         self._now = layout.name
-        descriptor, offset = self._open[layout.name], layout.offsets[entry.name]
+        offset = layout.offsets[entry.name]
         for piece in chunks(entry.tensor, entry.dtype):
             data = bytes_of(piece)
-            disk.write_at(descriptor, data, offset)
+            self._write_piece(layout.name, data, offset)
             offset += len(data)
             self._progress()
         if entry.was_changed():

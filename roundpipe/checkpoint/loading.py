@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_bool
 from ..errors import CheckpointError, CheckpointMismatch, ConfigTypeError
 from ..grad_scaler import GradScaler
 from ..model import RoundPipe
@@ -29,14 +30,15 @@ def load(
     *,
     scheduler: Any = None,
     rng_state: bool | None = None,
+    verify: bool = True,
 ) -> Any:
     """Loads a checkpoint of ``save``; training then goes on as it would have from there, bit for bit.
 
     Waits for everything under way first, a save to this directory too. Weights, the optimizer's copies of them and its
-    state are overwritten in place; gradients that had accumulated are dropped. All headers and sizes are checked before
-    anything is written. With an optimizer, what an asynchronous step had left unpublished is unpublished again:
-    ``model.synchronize()`` brings the newest weights to the host, as in training. Without one, the newest weights are
-    loaded.
+    state are overwritten in place; gradients that had accumulated are dropped. All headers, sizes and checksums are
+    checked before anything is written. With an optimizer, what an asynchronous step had left unpublished is unpublished
+    again: ``model.synchronize()`` brings the newest weights to the host, as in training. Without one, the newest
+    weights are loaded.
 
     Args:
         model: wrapped, with the names, shapes and dtypes of the saved one.
@@ -44,7 +46,9 @@ def load(
             moments in other formats, or be compact where the saved one was not. None: weights only.
         scaler: a GradScaler, or None.
         scheduler: as given to ``save``.
-        rng_state: also set the random numbers; default: if there is an optimizer and they were saved.
+        rng_state: also set the random numbers; default: if there is an optimizer and they were saved. Those of GPUs go
+            to the GPUs in their order, as far as there are as many now.
+        verify: read every file to its end first and compare its checksum. False spares that reading.
 
     Returns:
         What was given to ``save`` as ``metadata``.
@@ -62,9 +66,10 @@ def load(
     path = path_of("load", directory)
     if rng_state is not None and not isinstance(rng_state, bool):
         raise ConfigTypeError(f"load(rng_state=...): got {rng_state!r}, expected True, False or None")
+    check_bool("load(verify=...)", verify)
     stateful = small_state.schedulers(scheduler)
     wait_for_saves_to(path)
-    contents = open_checkpoint(path)
+    contents = open_checkpoint(path, verify)
     small = small_state.read(path)
     # In inference mode a write counts no version, by which everything else notices it.
     with model._entered(), torch.inference_mode(False):

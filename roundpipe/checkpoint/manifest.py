@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from . import disk
+from . import checksum, disk
 from .snapshot import KINDS
 from .tensor_file import FileLayout, TensorFile, TensorFiles
 
@@ -18,16 +18,25 @@ INDEX_NAME = "model.safetensors.index.json"  # as transformers names it
 _FORMAT = 1
 
 
-def manifest(layouts: Mapping[str, Sequence[FileLayout]], others: Mapping[str, bytes], trainable_only: bool) -> bytes:
+def manifest(
+    layouts: Mapping[str, Sequence[FileLayout]],
+    others: Mapping[str, bytes],
+    trainable_only: bool,
+    checksums: Mapping[str, int] | None = None,
+) -> bytes:
+    """checksums: of all files by name; None: zeros, for a text of the same length."""
     from .. import __version__
 
+    sizes = {layout.name: layout.size_bytes for made in layouts.values() for layout in made}
+    sizes |= {name: len(data) for name, data in others.items()}
     return _json(
         {
             "format": _FORMAT,
             "roundpipe": __version__,
             "trainable_only": trainable_only,
             "files": {kind: [layout.name for layout in made] for kind, made in layouts.items()},
-            "bytes": {name: len(data) for name, data in others.items()},
+            "bytes": sizes,
+            "crc32": {name: f"{0 if checksums is None else checksums[name]:08x}" for name in sizes},
         }
     )
 
@@ -49,18 +58,23 @@ def _json(value: Any) -> bytes:
 
 @dataclass
 class Contents:
-    """A checkpoint whose files are all there, with good headers and of the right sizes."""
+    """A checkpoint whose files are all there, with good headers, of the right sizes and checksums."""
 
     trainable_only: bool
     kinds: dict[str, TensorFiles]
 
 
-def open_checkpoint(directory: Path) -> Contents:
-    """Raises CheckpointError when the directory is no checkpoint, or something of it is missing or damaged."""
+def open_checkpoint(directory: Path, verify: bool = True) -> Contents:
+    """Raises CheckpointError when the directory is no checkpoint, or something of it is missing or damaged.
+
+    verify: also read all files, for their checksums; those of a checkpoint that was written without any are taken as
+    they are.
+    """
     path = directory / MANIFEST_NAME
     try:
         found = json.loads(path.read_bytes())
         files, sizes = {kind: list(found["files"][kind]) for kind in KINDS}, dict(found["bytes"])
+        checksums = {name: int(text, 16) for name, text in found.get("crc32", {}).items()}
         version, trainable_only = found["format"], bool(found["trainable_only"])
     except FileNotFoundError as error:
         previous = disk.previous_of(directory)
@@ -71,17 +85,18 @@ def open_checkpoint(directory: Path) -> Contents:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if version != _FORMAT:
         raise CheckpointError(
             f"{path} is of format {version}, this version of roundpipe reads {_FORMAT}; install a newer"
         )
+    kinds = {kind: TensorFiles([TensorFile(directory / n) for n in made]) for kind, made in files.items()}
     for name, size in sizes.items():
         present = (directory / name).stat().st_size if (directory / name).exists() else None
         if present != size:
             state = "missing" if present is None else f"cut off or changed: {present} bytes, expected {size}"
             raise CheckpointError(f"{directory / name} is {state}, so the checkpoint is incomplete")
-    return Contents(
-        trainable_only, {kind: TensorFiles([TensorFile(directory / n) for n in made]) for kind, made in files.items()}
-    )
+    if verify:
+        checksum.verify([(directory / name, wanted) for name, wanted in checksums.items()])
+    return Contents(trainable_only, kinds)

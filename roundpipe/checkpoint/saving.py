@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -57,7 +58,8 @@ def save(
         directory: where the checkpoint will be. It must not exist, or be empty, unless ``overwrite``.
         scheduler: one or a list of learning rate schedulers, or other objects with ``state_dict``.
         metadata: anything made of numbers, strings, tensors, lists, tuples and dictionaries; ``load`` returns it.
-        rng_state: also save the states of torch's CPU generator, Python's ``random`` and numpy's.
+        rng_state: also save the states of torch's generators, of the CPU and of the model's GPUs, of Python's
+            ``random`` and of numpy's.
         trainable_only: leave out weights that do not require grad, such as the base model of adapters.
         overwrite: replace a checkpoint that is there, once the new one is complete.
         max_shard_bytes: files are at most this large, but for a tensor that is larger by itself.
@@ -98,8 +100,9 @@ def save(
         }
         others = {small_state.STATE_NAME: small_state.encoded(parts), INDEX_NAME: index(layouts[WEIGHTS])}
         others |= _configuration(model._naming_model())
-        others[MANIFEST_NAME] = manifest(layouts, others, trainable_only)
-        size = sum(layout.size_bytes for made in layouts.values() for layout in made) + sum(map(len, others.values()))
+        describe = functools.partial(manifest, layouts, others, trainable_only)
+        size = sum(layout.size_bytes for made in layouts.values() for layout in made)
+        size += sum(map(len, others.values())) + len(describe())
         beside, lock = _make_beside(target, size)
         engine = state.engine
 
@@ -112,7 +115,8 @@ def save(
         with uninterrupted():
             snapshot.hold_back(state)
             state.saving = handle
-            SaveJob(handle, beside, overwrite, snapshot.ordered(), layouts, others, progress, lock).start()
+            last = MANIFEST_NAME, describe
+            SaveJob(handle, beside, overwrite, snapshot.ordered(), layouts, others, last, progress, lock).start()
     return handle
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import logging
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
+from ..devices import devices
 from ..engine import cpu_generator_lock
 from ..errors import CheckpointError, ConfigError
 from ..grad_scaler import GradScaler
+from ..random_state import default_generator
+
+logger = logging.getLogger(__name__)
 
 STATE_NAME = "state.pt"
 # What torch.load reads without running code from the file may raise any of these for a damaged one.
@@ -62,9 +67,12 @@ def read(directory: Path) -> dict[str, Any]:
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
 def random_numbers() -> dict[str, Any]:
-    """Of torch's CPU generator, from which calls draw their seeds, of Python's random, and of numpy's if it is used."""
+    """Of torch's CPU generator, from which calls draw their seeds, of those of the engine's GPUs, of Python's random,
+    and of numpy's if it is used.
+    """
     with cpu_generator_lock:  # layers compute under seeds of their own
         found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found["devices"] = [generator.get_state() for generator in _device_generators()]
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = [str(name), torch.tensor(keys.tolist(), dtype=torch.int64), *(float(x) for x in rest)]
@@ -72,9 +80,11 @@ def random_numbers() -> dict[str, Any]:
 
 
 def set_random_numbers(found: Mapping[str, Any]) -> None:
+    """Of another number of devices the first ones are set; a checkpoint of simulated devices has none."""
     with cpu_generator_lock:
         torch.set_rng_state(found["torch"])
         random.setstate(found["python"])
+    _set_device_generators(found.get("devices", []))
     if "numpy" in found:
         try:
             import numpy
@@ -82,6 +92,32 @@ def set_random_numbers(found: Mapping[str, Any]) -> None:
             return
         name, keys, position, has_gauss, gauss = found["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), int(position), int(has_gauss), gauss))
+
+
+def _device_generators() -> list[torch.Generator]:
+    """In the engine's order, of each GPU once. Simulated devices have none beside the CPU's."""
+    return [
+        default_generator(device) for device in dict.fromkeys(one.device for one in devices()) if device.type != "cpu"
+    ]
+
+
+def _set_device_generators(states: Sequence[torch.Tensor]) -> None:
+    generators = _device_generators()
+    if states and len(states) != len(generators):
+        logger.warning(
+            "the checkpoint has the random numbers of %d devices, this run has %d: of the first %d they go on, the "
+            "others draw as they would have. What layers draw does not depend on it.",
+            len(states),
+            len(generators),
+            min(len(states), len(generators)),
+        )
+    for generator, state in zip(generators, states, strict=False):
+        try:
+            generator.set_state(state)
+        except (RuntimeError, TypeError) as error:
+            logger.warning(
+                "the random numbers of %s are not of its kind and were left out: %s", generator.device, error
+            )
 
 
 # -- objects with a state dict -----------------------------------------------------------------------------------------
