@@ -308,6 +308,9 @@ def renamed() -> RoundPipe:
             super().__init__()
             self.inside = nn.Linear(8, 8)
 
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x)
+
     return RoundPipe(Other())
 
 
