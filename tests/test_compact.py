@@ -61,6 +61,31 @@ def test_a_tied_decoder_trains_as_by_hand(devices: int, is_async: bool, master: 
         assert torch.equal(parameter, by_hand.round_away(masters[name], torch.bfloat16)), name
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_random_delays_change_no_bit(devices: int) -> None:
+    """Fifty seeds of delays before copies and updates, shared out over the devices; both modes in turn."""
+    cases = [(case, is_async) for case in ("decoder", "mlp", "shared_module") for is_async in (False, True)]
+    for case, is_async in cases:
+        expected(case, is_async, steps=3)
+    roundpipe.use_devices(f"host:{devices}")
+    handle = engines.current().handle
+    for number, seed in enumerate(range(50)[devices - 1 :: 4]):
+        case, is_async = cases[number % 6]
+        losses, masters, _ = expected(case, is_async, steps=3)
+        _ops.engine_inject(handle, "delay", seed, (20, 60, 200)[seed % 3])
+        try:
+            got_losses, got_masters, wrapped, _ = train(case, is_async, steps=3)
+            wrapped.synchronize()
+        finally:
+            _ops.engine_inject(handle, "delay", 0, 0)
+        assert got_losses == losses, f"seed {seed}"
+        assert_same(got_masters, masters)
+        assert_same(
+            dict(wrapped.model.named_parameters()),
+            {name: by_hand.round_away(value, torch.bfloat16) for name, value in masters.items()},
+        )
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
 @pytest.mark.parametrize(
     ("case", "dtype"),
