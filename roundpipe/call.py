@@ -82,7 +82,7 @@ class Call:
         self.host_buffers = host_buffers
         self.facts = facts
         self.loss_facts = loss_facts
-        self.labels = labels
+        self._labels: list[Boundary | None] = [*labels]  # each until its loss is computed
         self.loss_fn = loss_fn
         self.grain = grain
         self.preserve_rng = preserve_rng
@@ -306,6 +306,12 @@ class Call:
             self._boundaries[microbatch, layer] = boundary
             self._changed.notify_all()
 
+    def take_label(self, microbatch: int) -> Boundary:
+        """Nobody needs it a second time: a window of many calls would keep the labels of all of them."""
+        label, self._labels[microbatch] = self._labels[microbatch], None
+        assert label is not None
+        return label
+
     def drop_boundary(self, microbatch: int, layer: int) -> None:
         with self._mutex:
             self._boundaries.pop((microbatch, layer), None)
@@ -400,6 +406,7 @@ class Call:
             over = self.keeps_graph and not self._later
             if self._open_jobs == 0 and (over or self.error is not None):
                 self._boundaries.clear()
+                self._labels.clear()
                 self._recompute_data.clear()
                 self.buffer_sources.clear()
                 self.attributes.clear()

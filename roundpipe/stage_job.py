@@ -210,7 +210,7 @@ class StageJob:
         call, stage = self.call, self.stage
         split = stage.stop - 1 if call.grain == "layer" else stage.start  # layers before it are recomputed
         pending = self._inputs(worker, 0, block=True)
-        label = call.labels[0].fetch(worker)
+        label = call.take_label(0).fetch(worker)
         for m in range(call.num_microbatch):
             call.check()
             self.place.at(self.phase.value, m, None)
@@ -219,7 +219,7 @@ class StageJob:
             pending = None
             if m + 1 < call.num_microbatch:
                 pending = self._inputs(worker, m + 1, block=False)
-                label = call.labels[m + 1].fetch(worker)
+                label = call.take_label(m + 1).fetch(worker)
             live = layer_call.detach_tree(self._forward_layers(worker, m, live, range(stage.start, split)))
             entry = layer_call.enter_graph(live, worker)
             for layer in range(split, stage.stop):
