@@ -19,7 +19,7 @@ from .estimate_search import Machine, Planned, Profile, automatic_plan, fastest_
 from .hf.causal_lm import causal_lm_to_sequential, is_causal_lm
 from .hf.layers import PrefixLayer
 from .hf.meta_model import add_lora, load_config, meta_layers, meta_model
-from .host_memory_model import HostPeak, activation_bytes, predict_host
+from .host_memory_model import STEPS, HostPeak, activation_bytes, gradient_bytes, predict_host
 from .host_placement import MODES
 from .layer_list import layers_of
 from .layer_run import LayerRun
@@ -52,6 +52,8 @@ class Configuration:
     pin_model: str
     optimizer: str
     """See optimizer_format.py."""
+    steps: str
+    """"async", "exact", or "announced" with their call: ``forward_backward(..., step=optimizer)``."""
 
     def plan(self) -> ModelExecutePlan:
         plan = ModelExecutePlan()
@@ -149,6 +151,7 @@ def estimate_memory(
     optim_dtype: torch.dtype | None = torch.float32,
     is_async: bool = True,
     accumulates: bool = False,
+    announced: bool = False,
     lora: int | None = None,
     device_kind: str | None = None,
     num_devices: int | None = None,
@@ -177,6 +180,8 @@ def estimate_memory(
             see optimizer_format.py; ``"none"``.
         is_async: steps are asynchronous.
         accumulates: a step follows several calls.
+        announced: steps of a compact optimizer are announced with their call (``forward_backward(..., step=...)``), and
+            so are not asynchronous.
         lora: rank of adapters that are put on every linear layer of a language model given by its configuration.
         device_kind: ``"cuda"`` or ``"host"``; None: that of the present devices.
         num_devices, device_memory_bytes: None: the present devices', if they are of that kind; else one device, or no
@@ -186,8 +191,8 @@ def estimate_memory(
 
     Returns:
         The estimate of what was asked for, and of the settings that should be quickest among those that fit. These
-        range over num_microbatch, recompute_grain and plans; pin_model and the optimizer's format change only where
-        the host has too little memory for what was asked for.
+        range over num_microbatch, recompute_grain and plans; pin_model, the kind of steps and the optimizer's format
+        change only where the host has too little memory for what was asked for.
 
     Raises:
         ConfigError, ConfigTypeError: an argument cannot be used, or a layer's course depends on values.
@@ -198,6 +203,12 @@ def estimate_memory(
     _check_choice("recompute_grain", recompute_grain, _GRAINS)
     _check_choice("pin_model", pin_model, MODES)
     wanted = OptimizerFormat.parse(optimizer)
+    if announced and wanted.master is None:
+        raise ConfigError(
+            f"announced=True: got optimizer={optimizer!r}; expected a compact one ('compact:MASTER/STATE'): only its "
+            "steps can be announced with their call"
+        )
+    steps = "announced" if announced else "async" if is_async else "exact"
     machine = _machine(device_kind, num_devices, device_memory_bytes)
     layers, is_language_model = _layers(model, lora)
     if wanted.trains and not any(p.requires_grad for layer in layers for p in layer.parameters()):
@@ -208,9 +219,7 @@ def estimate_memory(
         host_memory_bytes = min(filter(None, (total, group)), default=None)
     if process_bytes is None:
         process_bytes = _PROCESS_BYTES[machine.kind] + _CONTEXT_BYTES * (machine.num_devices - 1)
-    estimator = _Estimator(
-        layers, call, machine, wanted, host_memory_bytes, process_bytes, is_async, accumulates, optim_dtype
-    )
+    estimator = _Estimator(layers, call, machine, wanted, host_memory_bytes, process_bytes, accumulates, optim_dtype)
     pieces = min(batch, num_microbatch or machine.num_devices + 1)
     profile = estimator.profile(pieces)
     if plan is None:
@@ -219,9 +228,9 @@ def estimate_memory(
         plan.check_valid(len(layers), "fused")
         planned = predict(profile, machine, StageLists(list(plan.fwd_plan), list(plan.bwd_plan)), recompute_grain)
     chosen = "alloc" if pin_model == "auto" else pin_model
-    asked = estimator.estimate(profile, planned, chosen, wanted)
+    asked = estimator.estimate(profile, planned, chosen, wanted, steps)
     if pin_model == "auto" and not asked.fits_host:
-        asked = estimator.estimate(profile, planned, "off", wanted)
+        asked = estimator.estimate(profile, planned, "off", wanted, steps)
     parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
     return MemoryEstimate(
         asked=asked,
@@ -244,9 +253,9 @@ class _Call:
     label: Any
     loss_fn: Callable[[Any, Any], Any]
 
-    def piece(self, num_microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The largest microbatch's, without values."""
-        rows = -(-self.batch // num_microbatch)
+    def piece(self, num_microbatch: int, *, smallest: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The largest microbatch's, or the smallest one's, without values."""
+        rows = self.batch // num_microbatch if smallest else -(-self.batch // num_microbatch)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             fits = tensor.dim() > 0 and tensor.shape[0] == self.batch
@@ -265,7 +274,6 @@ class _Estimator:
         optimizer: OptimizerFormat,
         host_limit: int | None,
         process_bytes: int,
-        is_async: bool,
         accumulates: bool,
         optim_dtype: torch.dtype | None,
     ) -> None:
@@ -274,12 +282,21 @@ class _Estimator:
         self._optimizer = optimizer
         self._host_limit = host_limit
         self._process_bytes = process_bytes
-        self._is_async, self._accumulates, self._optim_dtype = is_async, accumulates, optim_dtype
+        self._accumulates, self._optim_dtype = accumulates, optim_dtype
         self._units: list[UnitSize] = unit_sizes(layers)
         self._costs = layer_costs_of(layers, self._units)
         self._lowest = next((i for i, cost in enumerate(self._costs) if cost.gradient_bytes), len(layers))
         self._run = LayerRun(layers, machine.kind)
         self._profiles: dict[int, Profile] = {}
+
+    def _profile_or_none(self, num_microbatch: int) -> Profile | None:
+        """None: the layers do not take microbatches that small (BatchNorm wants more than one row, for example)."""
+        try:
+            if self._call.batch % num_microbatch:
+                self._run.run(*self._call.piece(num_microbatch, smallest=True), self._call.loss_fn)
+            return self.profile(num_microbatch)
+        except ConfigError:
+            return None
 
     def profile(self, num_microbatch: int) -> Profile:
         if num_microbatch not in self._profiles:
@@ -290,16 +307,29 @@ class _Estimator:
             )
         return self._profiles[num_microbatch]
 
-    def estimate(self, profile: Profile, planned: Planned, pin_model: str, optimizer: OptimizerFormat) -> Estimate:
+    def estimate(
+        self, profile: Profile, planned: Planned, pin_model: str, optimizer: OptimizerFormat, steps: str
+    ) -> Estimate:
         host = predict_host(
             self._units,
             optimizer,
+            gradient_bytes(
+                self._units,
+                planned.stages.backward,
+                steps=steps,
+                accumulates=self._accumulates,
+                num_devices=self._machine.num_devices,
+            ),
             activation_bytes(
-                profile.memory, planned.stages.backward, profile.num_microbatch, planned.grain, profile.lowest
+                profile.memory,
+                planned.stages.backward,
+                profile.num_microbatch,
+                planned.grain,
+                profile.lowest,
+                overlaps=steps != "exact" or optimizer.master is not None,
             ),
             pin_model=pin_model,
-            is_async=self._is_async,
-            accumulates=self._accumulates,
+            steps=steps,
             optim_dtype=self._optim_dtype,
             num_devices=self._machine.num_devices,
             process_bytes=self._process_bytes,
@@ -312,6 +342,7 @@ class _Estimator:
                 backward=tuple(planned.stages.backward),
                 pin_model=pin_model,
                 optimizer=optimizer.name,
+                steps=steps,
             ),
             device=planned.peak.use,
             host=host,
@@ -323,18 +354,25 @@ class _Estimator:
     def fastest(self, asked: Estimate) -> Estimate | None:
         found = []
         for pieces in self._microbatches(asked.configuration.num_microbatch):
-            profile = self.profile(pieces)
+            profile = self._profile_or_none(pieces)
             for grain in _GRAINS:
+                if profile is None:
+                    continue
                 planned = fastest_plan(profile, self._machine, grain)
                 if planned.fits:
                     found.append((profile, planned))
-        candidates = [self.estimate(*plan, *settings) for settings in self._settings(asked) for plan in found]
+        candidates = [
+            self.estimate(profile, planned, *settings)
+            for settings in self._settings(asked)
+            for profile, planned in found
+        ]
         del found
-        for settings in self._settings(asked):
+        for pin_model, form, steps in self._settings(asked):
+            wanted = (pin_model, form.name, steps)
             same = [
                 e
                 for e in candidates
-                if e.fits and (e.configuration.pin_model, e.configuration.optimizer) == (settings[0], settings[1].name)
+                if e.fits and (e.configuration.pin_model, e.configuration.optimizer, e.configuration.steps) == wanted
             ]
             if same:
                 return min(same, key=lambda e: (e.relative_time, e.device.total_bytes))
@@ -348,8 +386,9 @@ class _Estimator:
             n for n in {*powers, asked, batch, min(batch, self._machine.num_devices + 1)} if least <= n <= batch
         )
 
-    def _settings(self, asked: Estimate) -> Iterator[tuple[str, OptimizerFormat]]:
-        """What was asked for, then what needs less of the host: frozen weights in files, smaller formats."""
+    def _settings(self, asked: Estimate) -> Iterator[tuple[str, OptimizerFormat, str]]:
+        """What was asked for, then what needs less of the host: frozen weights in files, other steps, smaller
+        formats."""
         pins = [asked.configuration.pin_model]
         if pins[0] != "off" and any(unit.frozen_bytes for unit in self._units):
             pins.append("off")
@@ -361,7 +400,10 @@ class _Estimator:
             formats += [OptimizerFormat.parse(name) for name in smaller[smaller.index(self._optimizer.name) + 1 :]]
         elif self._optimizer.master == "float32":
             formats += [OptimizerFormat.parse(name) for name in smaller]
-        yield from ((pin, form) for form in formats for pin in pins)
+        kinds = STEPS[STEPS.index(asked.configuration.steps) :]
+        for form in formats:
+            for steps in kinds if form.master is not None else kinds[:1]:
+                yield from ((pin, form, steps) for pin in pins)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -36,10 +36,14 @@ def describe(estimate: MemoryEstimate) -> str:
         lines.append("this is the fastest that fits, of what was tried")
     elif len(found) == 2 and asked.fits:
         lines.append(f"the fastest should take {fastest.relative_time / asked.relative_time:.2f} of the time as asked")
+    if any(e.configuration.steps == "announced" for e in found):
+        lines.append(
+            "announced: forward_backward(..., step=optimizer), exact; without max_grad_norm and without a loss scale"
+        )
     return "\n".join(lines)
 
 
-_SETTINGS = ("num_microbatch", "recompute_grain", "stages", "fused stage", "pin_model", "optimizer")
+_SETTINGS = ("num_microbatch", "recompute_grain", "stages", "fused stage", "pin_model", "optimizer", "steps")
 
 
 def _setting(configuration: Configuration, name: str) -> str:

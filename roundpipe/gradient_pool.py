@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 PLACES_BESIDE_DEVICES = 2  # one being read by an update, one that waits for it
 
 
+def pool_bytes(sizes_bytes: Sequence[int], device_count: int) -> int:
+    """Of a pool for the gradients of units of these sizes: room for ``devices + 2`` of the largest, or for all."""
+    return min(sum(sizes_bytes), (device_count + PLACES_BESIDE_DEVICES) * max(sizes_bytes, default=0))
+
+
 class GradientPool:
     """Of one model, on the caller's thread. Made when the first step is announced."""
 
@@ -40,11 +45,8 @@ class GradientPool:
         return 0 if self._memory is None else int(self._memory.numel())
 
     def ensure(self, engine: Engine, sizes_bytes: Sequence[int]) -> None:
-        """Room for the gradients of units of these sizes: for ``devices + 2`` of the largest, or for all of them.
-
-        Raises HostOutOfMemory; there is no pool then.
-        """
-        wanted = min(sum(sizes_bytes), (engine.device_count + PLACES_BESIDE_DEVICES) * max(sizes_bytes, default=0))
+        """Room for the gradients of units of these sizes. Raises HostOutOfMemory; there is no pool then."""
+        wanted = pool_bytes(sizes_bytes, engine.device_count)
         if wanted == 0 or (self._engine is engine and self.host_bytes >= wanted):
             return
         self.close()

@@ -15,6 +15,7 @@ import torch
 
 from . import _ops
 from .errors import HostOutOfMemory
+from .gradient_pool import pool_bytes
 
 if TYPE_CHECKING:
     from .training_state import TrainingState
@@ -95,6 +96,7 @@ def remedies(states: Iterable[TrainingState]) -> list[Remedy]:
         ("half the rows a call, and two forward_backward calls a step,", _fewer_rows(states)),
         ("one forward_backward call a step", _one_image(states)),
         ("exact steps (is_async=False)", sum(_shadows(s) for s in states)),
+        ("announced steps (forward_backward(..., step=optimizer))", sum(_passing(s) for s in states)),
         ("a compact optimizer (roundpipe.optim.AdamW(model, ...))", sum(_compact(s) for s in states)),
         ('state_dtype="int8" of the compact optimizer', sum(_coded(s) for s in states)),
         ('pin_model="off" for frozen weights that lie in files', sum(_mapped(s) for s in states)),
@@ -117,6 +119,18 @@ def _one_image(states: list[TrainingState]) -> int:
 
 def _shadows(state: TrainingState) -> int:
     return 0 if state.compact.memory is None else state.compact.memory.shadow_bytes
+
+
+def _passing(state: TrainingState) -> int:
+    """Gradient images, less the pool through which gradients pass that announced steps take; where nothing measures
+    all gradients together, and one call precedes a step."""
+    memory, engine = state.compact.memory, state.engine
+    if memory is None or memory.measures or engine is None:
+        return 0
+    passing = [
+        u.gradient_bytes for u in state.units if len(u.layers) == 1 and u.host_gradient_bytes == u.gradient_bytes
+    ]
+    return sum(passing) - max(0, pool_bytes(passing, engine.device_count) - state.gradient_pool.host_bytes)
 
 
 def _compact(state: TrainingState) -> int:

@@ -6,6 +6,9 @@ Note [Peak of the host]
   (of each stage, or with recompute_grain "layer" of each layer), the input of the fused stage, and the labels. From
   then on a microbatch's gradient takes the place of the input that it was computed with. A tensor that is handed on
   unchanged from layer to layer lies there once.
+  Where nothing waits for the end of a call (an asynchronous step, a compact optimizer's exact one), the arguments and
+  labels of the next call come while all backward stages but the fused one are still ahead: then labels have gone, and
+  each input that recompute starts from is still there.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ from dataclasses import dataclass
 
 import torch
 
+from .gradient_pool import pool_bytes
 from .layer_memory import Measured
 from .layer_sizes import UnitSize
 from .optimizer_format import OptimizerFormat
 
-__all__ = ["HostPeak", "activation_bytes", "predict_host"]
+__all__ = ["STEPS", "HostPeak", "activation_bytes", "gradient_bytes", "predict_host"]
+
+STEPS = ("async", "exact", "announced")
+"""Kinds of steps, from the one that takes most of the host to the one that takes least."""
 
 _BOUNCE_BYTES = 3 * (16 << 20)
 """Buffers of a device through which pageable weights go (bounce_buffers)."""
@@ -55,34 +62,32 @@ class HostPeak:
 def predict_host(
     units: Sequence[UnitSize],
     optimizer: OptimizerFormat,
+    gradients: int,
     activations: int,
     *,
     pin_model: str,
-    is_async: bool,
-    accumulates: bool,
+    steps: str,
     optim_dtype: torch.dtype | None,
     num_devices: int,
     process_bytes: int,
 ) -> HostPeak:
     """
     Args:
-        activations: as ``activation_bytes`` gives them.
+        gradients, activations: as ``gradient_bytes`` and ``activation_bytes`` give them.
         pin_model: "alloc", "register", or "off"; "off" is taken to mean that frozen weights are mapped from files.
-        is_async: steps are asynchronous: a compact optimizer keeps a second copy of the weights.
-        accumulates: a step takes the gradients of several calls.
+        steps: one of ``STEPS``. For asynchronous ones a compact optimizer keeps a second copy of the weights.
         optim_dtype: of an optimizer on parameters of its own.
     """
     weights = sum(unit.weight_bytes for unit in units)
     mapped = sum(unit.frozen_bytes for unit in units) if pin_model == "off" else 0
-    gradients = sum(unit.gradient_bytes for unit in units)
     trained = [unit.trainable for unit in units]
     kept = optimizer.pinned_bytes(trained, optim_dtype) + optimizer.pageable_bytes(trained, optim_dtype)
-    if is_async and optimizer.master is not None:
-        kept += gradients  # packed as they are
+    if steps == "async" and optimizer.master is not None:
+        kept += sum(unit.gradient_bytes for unit in units)  # weights packed as gradients are
     return HostPeak(
         weights_bytes=weights - mapped,
         mapped_bytes=mapped,
-        gradients_bytes=gradients * (2 if accumulates else 1),
+        gradients_bytes=gradients,
         optimizer_bytes=kept,
         activations_bytes=activations,
         other_bytes=_BOUNCE_BYTES * num_devices if pin_model == "off" else 0,
@@ -90,15 +95,43 @@ def predict_host(
     )
 
 
-def activation_bytes(
-    memory: Measured, backward: Sequence[range], num_microbatch: int, grain: str, lowest: int = 0
+def gradient_bytes(
+    units: Sequence[UnitSize], backward: Sequence[range], *, steps: str, accumulates: bool, num_devices: int
 ) -> int:
-    """Of a ``forward_backward``, at the end of its forward; see Note [Peak of the host].
+    """Of gradient images, and of the pool through which those of announced steps pass (Note [Gradients in passing]).
+
+    Args:
+        backward: the plan's backward stages; a unit that several of them write keeps an image.
+        accumulates: a step takes the gradients of several calls. Announced ones are taken to be three or more: two keep
+            one image less.
+    """
+    trained = [unit for unit in units if unit.gradient_bytes]
+    images = 2 if accumulates else 1
+    if steps != "announced":
+        return images * sum(unit.gradient_bytes for unit in trained)
+    passing = [u for u in trained if sum(not set(stage).isdisjoint(u.layers) for stage in backward) == 1]
+    pool = pool_bytes([unit.gradient_bytes for unit in passing], num_devices)
+    kept = passing if accumulates else []
+    shared = [unit for unit in trained if unit not in passing]
+    return pool + images * sum(unit.gradient_bytes for unit in (*shared, *kept))
+
+
+def activation_bytes(
+    memory: Measured,
+    backward: Sequence[range],
+    num_microbatch: int,
+    grain: str,
+    lowest: int = 0,
+    *,
+    overlaps: bool = False,
+) -> int:
+    """Of a ``forward_backward``, at the end of its forward or the beginning of the next; see Note [Peak of the host].
 
     Args:
         memory: of one microbatch.
         backward: the plan's backward stages, the fused one first.
         lowest: the lowest layer that a gradient must reach.
+        overlaps: the next call comes before this one has ended.
     """
     stages = [stage for stage in backward if stage.stop > lowest] or list(backward[:1])
     fused, recomputed = stages[0], stages[1:]
@@ -112,7 +145,12 @@ def activation_bytes(
         inside = _distinct_bytes(memory, range(fused.start + 1, fused.stop - 1))
     layers = memory.layers
     moving = layers[fused.start].input_grad_bytes  # a gradient is there before its input has gone
-    return each * num_microbatch + inside + moving
+    at_the_end = each * num_microbatch + inside + moving
+    if not overlaps:
+        return at_the_end
+    kept = _distinct_bytes(memory, saved) + layers[fused.start].input_grad_bytes if recomputed else 0
+    last = layers[fused.start].input_bytes  # of the microbatch whose loss came last, in its backward
+    return max(at_the_end, (kept + layers[0].input_bytes + memory.label_bytes) * num_microbatch + last)
 
 
 def _distinct_bytes(memory: Measured, boundaries: Iterable[int]) -> int:

@@ -107,7 +107,13 @@ class OomAdvisor:
         if error.microbatch_shapes:
             lines.append("microbatch: " + ", ".join(error.microbatch_shapes))
         lines.append(f"memory of {error.device}: {_describe(use)}; {amount(error.capacity_bytes or 0)} can be used")
-        present = peaks.present
+        present, before = peaks.present, peaks.before
+        if before is not None and error.capacity_bytes is not None and before.total_bytes < error.capacity_bytes:
+            lines.append(
+                f"It ran out where {amount(before.total_bytes)} were predicted: a kernel, a layer in its recompute or "
+                "backward, or fragments take more than layers without values show. Take the numbers below as less than "
+                "what is needed."
+            )
         if remedies:
             lines.append("What helps, with the predicted peak of the fullest device, in the order to try:")
             lines += [f"  {remedy}" for remedy in remedies]
@@ -157,7 +163,9 @@ class Peaks:
         self._count = call.num_microbatch
         self._capacity = None if capacity_bytes is None else int(capacity_bytes * USABLE_SHARE)
         self._measured: dict[int, tuple[Measured, int] | None] = {}
+        self._cannot_run: set[int] = set()  # so many microbatches are too small for a layer
         self._run: FakeRun | None = None
+        self._runs_without_values = False  # the call as it was made
         args, kwargs, label = advisor._arguments
         self._args, self._kwargs, self._label = args, kwargs, label
         self.rows = self._batch_size()
@@ -191,7 +199,8 @@ class Peaks:
     def _measure_now(self, count: int) -> tuple[Measured, int] | None:
         advisor, state = self._advisor, self._state
         try:
-            piece = max(self._split(count), key=_tree_bytes)
+            pieces = sorted(self._split(count), key=_tree_bytes)
+            smallest, piece = pieces[0], pieces[-1]
             size = _tree_bytes(piece)
         except Exception:  # noqa: BLE001 - as above
             return None
@@ -199,8 +208,15 @@ class Peaks:
         try:
             if self._run is None:
                 self._run = FakeRun(state.layers, self._call.engine.workers[0].device, self._call.ambient)
-            return self._run.measure(*piece, advisor._loss_fn, backward=backward), size
-        except Exception:  # noqa: BLE001 - a layer whose course depends on values
+            measured = self._run.measure(*piece, advisor._loss_fn, backward=backward)
+            if _tree_bytes(smallest) < size and count != self._count:
+                self._run.measure(*smallest, advisor._loss_fn, backward=backward)
+            self._runs_without_values |= count == self._count
+            return measured, size
+        except Exception:  # noqa: BLE001 - a layer whose course depends on values, or that is given too few rows
+            if self._runs_without_values:
+                self._cannot_run.add(count)
+                return None
             scaled = self._scaled(size)
             return None if scaled is None else (scaled, size)
 
@@ -294,7 +310,9 @@ class Peaks:
         rows = self.rows or 0
         while count < rows:
             count = min(2 * count, rows)
-            yield count
+            self._measure(count)
+            if count not in self._cannot_run:
+                yield count
 
     def _by_layer(self, count: int, grain: str) -> Iterator[Remedy]:
         if grain == "stage" and self._advisor.run_type != "infer":

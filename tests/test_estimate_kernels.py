@@ -176,6 +176,7 @@ def test_the_command_offline(
         "file": (file, "--gpu-memory", 24, "--host-memory", 128, "--seq", 2048, "--json"),
         "lora": (llama, "--gpu-memory", 24, "--host-memory", 128, "--seq", 2048, "--lora", 16, "--json"),
         "adamw": (llama, "--gpu-memory", 24, "--host-memory", 128, "--seq", 2048, "--optimizer", "adamw", "--json"),
+        "announced": (llama, "--gpu-memory", 24, "--host-memory", 128, "--seq", 2048, "--announced", "--json"),
     }.items():
         if name == "lora":
             pytest.importorskip("peft")
@@ -188,6 +189,10 @@ def test_the_command_offline(
     assert printed["llama"]["asked"]["configuration"]["optimizer"] == "compact:split/float32"
     assert printed["lora"]["trainable_parameters"] < 0.05 * printed["lora"]["parameters"]
     assert printed["lora"]["asked"]["host"]["total_bytes"] < printed["llama"]["asked"]["host"]["total_bytes"]
+    assert printed["announced"]["asked"]["configuration"]["steps"] == "announced"
+    assert (
+        printed["announced"]["asked"]["host"]["gradients_bytes"] < printed["llama"]["asked"]["host"]["gradients_bytes"]
+    )
     weights = printed["llama"]["parameters"]
     host = printed["adamw"]["asked"]["host"]
     assert host["optimizer_bytes"] == pytest.approx(16 * weights, rel=0.01)
@@ -216,6 +221,8 @@ BAD = [
     ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--optimizer", "adafactor"),
     ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--lora", "0"),
     ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--pin-model", "maybe"),
+    ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--exact", "--announced"),
+    ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--announced", "--optimizer", "adamw"),
     ("--config", "{good}", "--gpu-memory", "8"),
     ("--config", "{good}", "--gpu-memory", "8", "--seq", "64", "--dtype", "int8"),
 ]

@@ -39,12 +39,13 @@ def linears(count: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential
     return nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(count)]).to(dtype)
 
 
-def call(model: RoundPipe, rows: int = 8, **config: Any) -> None:
+def call(model: RoundPipe, rows: int = 8, step: Any = None, **config: Any) -> None:
     dtype = next(model.model.parameters()).dtype
     model.forward_backward(
         (torch.randn(rows, WIDE, dtype=dtype),),
         loss_fn=lambda out, _: out.square().mean(),
         run_config=RoundPipeRunConfig(num_microbatch=2, **config),
+        step=step,
     )
     model.synchronize()
 
@@ -314,6 +315,31 @@ def test_formats_and_exact_steps_save_what_is_said() -> None:
     assert before - host_bytes(model) == exact and saving(model, "exact steps") == 0
     model = trained("int8", True)
     assert before - host_bytes(model) == pytest.approx(coded, rel=0.01) and saving(model, "int8") == 0
+
+
+def test_announced_steps_save_what_is_said() -> None:
+    roundpipe.use_devices("host:1")
+    model = RoundPipe(linears(12, dtype=torch.bfloat16))
+    optimizer = roundpipe.optim.AdamW(model, lr=1e-3)
+
+    def gradients() -> int:
+        return sum(u.host_gradient_bytes for u in model._state.units) + model._state.gradient_pool.host_bytes
+
+    call(model)
+    model.step(optimizer, False)
+    model.synchronize()
+    before, said = gradients(), saving(model, "announced steps")
+    assert said > before / 2
+    for _ in range(2):
+        call(model, step=optimizer)
+    model.synchronize()
+    assert before - gradients() == said and saving(model, "announced steps") == 0
+    for refusing in (dict(max_grad_norm=1.0), None):  # where all gradients are measured together, and without a step
+        other = RoundPipe(linears(12, dtype=torch.bfloat16))
+        kept = roundpipe.optim.AdamW(other, lr=1e-3, **refusing) if refusing is not None else None
+        call(other)
+        assert saving(other, "announced steps") == 0
+        del kept
 
 
 def test_fewer_rows_and_fewer_calls_save_what_is_said() -> None:

@@ -87,6 +87,8 @@ def test_the_error_of_any_phase_says_where_and_what_and_the_next_call_works(
     others = ("other allocations of this process", "other processes")
     for part in ("CUDA out of memory.", phase, f"layer {layer}", "float32 [4, 16]", *kinds, *others):
         assert part in text, part
+    # What a layer takes only in recompute or backward is not seen without values, and that is said.
+    assert ("were predicted: a kernel" in text) == (when != "forward")
     assert error.use is not None and error.use.weights_bytes > 0 and error.capacity_bytes == 16 * MIB
     twin_of_error = pickle.loads(pickle.dumps(error))
     assert (twin_of_error.args, twin_of_error.use) == (error.args, error.use)
@@ -160,6 +162,41 @@ def test_every_remedy_leads_to_the_peak_that_it_names(kind: str, limit: str, lea
             zoo.drop_regions()
             counted = zoo.counted_peak(model, x, config.overridden_by(remedy.config))
             assert remedy.after_bytes == pytest.approx(counted, rel=0.15), str(remedy)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_microbatches_too_small_for_a_layer_are_not_proposed(adapts: bool) -> None:
+    """BatchNorm wants two rows: pieces of one row would fit, and fail."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = self.norm(x)[:, None, :].expand(-1, 4096, -1) * 2  # 256 KiB a row
+            return self.linear(wide.sin().mean(1))
+
+    for rows, limit, most in ((8, "4MiB", 4), (12, "5MiB", 6), (8, "2MiB", 0)):
+        roundpipe.use_devices(f"host:1@{limit}")
+        model = RoundPipe(nn.Sequential(Normed(), Normed()))
+        x = torch.randn(rows, 16)
+        config = RoundPipeRunConfig(num_microbatch=1, recompute_grain="layer", execute_plan=zoo.stages_of(1, 2))
+        if adapts and most:
+            config = config.overridden_by(RoundPipeRunConfig(on_oom="adapt"))
+            assert torch.isfinite(model.forward_backward((x,), label=x, loss_fn=_loss, run_config=config))
+            model.synchronize()
+            continue
+        with pytest.raises(DeviceOutOfMemory) as caught:
+            model.forward_backward((x,), label=x, loss_fn=_loss, run_config=config)
+            model.synchronize()
+        counts = [r.config.num_microbatch for r in caught.value.remedies or () if r.config.num_microbatch]
+        fitting = [r for r in caught.value.remedies or () if r.fits]
+        assert all(rows // count > 1 for count in counts)
+        assert bool(fitting) == bool(most)
+        for remedy in fitting:
+            model.forward_backward((x,), label=x, loss_fn=_loss, run_config=config.overridden_by(remedy.config))
+            model.synchronize()
 
 
 def test_the_plan_of_the_text_is_the_plan_of_the_config() -> None:

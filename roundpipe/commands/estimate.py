@@ -48,7 +48,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--num-microbatch", type=_count, metavar="N", help="default: one more than devices")
     parser.add_argument("--recompute-grain", choices=("stage", "layer"), default="stage")
     parser.add_argument("--pin-model", choices=MODES, default="alloc")
-    parser.add_argument("--exact", action="store_true", help="exact steps (default: asynchronous)")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--exact", action="store_true", help="exact steps (default: asynchronous)")
+    steps.add_argument(
+        "--announced",
+        action="store_true",
+        help="steps announced with their call: forward_backward(..., step=optimizer)",
+    )
     parser.add_argument("--accumulate", action="store_true", help="a step takes several forward_backward calls")
     parser.add_argument("--simulated", action="store_true", help="simulated devices' kernels instead of a GPU's")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -79,6 +85,7 @@ def _estimate(arguments: argparse.Namespace) -> Any:
         optim_dtype=_DTYPES[arguments.optim_dtype],
         is_async=not arguments.exact,
         accumulates=arguments.accumulate,
+        announced=arguments.announced,
         lora=arguments.lora,
         device_kind="host" if arguments.simulated else "cuda",
         num_devices=arguments.gpus,
