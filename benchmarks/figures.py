@@ -5,8 +5,8 @@
     python benchmarks/figures.py --only W2,W6
 
 Each figure is one run of another benchmark in a process of its own, whose result file is kept; what needs more GPUs
-than there are is left out. Runs are made in the order of the table until ``--seconds`` are over: a run that cannot end in
-time by its estimate is not begun. Goals hold on one H200 with 16 cores (two H200 for scaling); elsewhere only their
+than there are is left out. Runs are made in the order of the table until ``--seconds`` are over: a run that cannot end
+in time by its estimate is not begun. Goals hold on one H200 with 16 cores (two H200 for scaling); elsewhere only their
 ratios mean something. Exit status 1: a run failed or a goal was missed.
 """
 
