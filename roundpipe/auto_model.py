@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import engine as engines
 from .construction import check_arguments, claim_weights
 from .errors import ConfigError
 from .function_layer import loss_property
@@ -19,64 +17,14 @@ from .layer_list import PassedBy, is_chain
 from .model import RoundPipe
 from .ownership import owners
 from .packed import RoundPipePackedData
-from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
-from .state_part import StatePart
+from .run_config import RoundPipeRunConfig
+from .streamed_part import PartSettings, make_part
 from .training_state import TrainingState
 from .tree_copy import TreeCopy
 from .weight_placement import place
 
 _LOSS = "loss_function"  # no module can have this name: the class has a property of it
 ONE_MICROBATCH = RoundPipeRunConfig(num_microbatch=1)
-
-
-class StreamedPart(RoundPipe):
-    """A module of an ``AutoRoundPipe`` that is streamed when the model's own forward calls it."""
-
-    def __init__(self, group: AutoRoundPipe, module: nn.Module, state: StatePart, name: str, own: RoundPipeRunConfig):
-        nn.Module.__init__(self)
-        self.__dict__["_own_config"] = own
-        self.__dict__["_settings"] = group._settings
-        self._set_up(module, state, group._lock, f"{group.name}: {name or type(module).__name__}", RoundPipeRunConfig())
-
-    def _plan_run(self) -> tuple[int | None, str]:
-        config = self._resolve(None)
-        return config.num_microbatch, config.recompute_grain
-
-    @property
-    def __class__(self) -> Any:  # isinstance() is true for the module's own class: forwards and hooks look for it
-        modules = self.__dict__.get("_modules", {})
-        return type(modules["model"]) if "model" in modules else type(self)
-
-    @__class__.setter
-    def __class__(self, kind: Any) -> None:
-        raise TypeError("the class of a streamed module cannot be changed")
-
-    def _resolve(self, config: RoundPipeRunConfig | None) -> ResolvedConfig:
-        return self._settings.resolve(self._own_config, config)  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if isinstance(value, nn.Parameter):  # the model computes with the weight itself: it must be complete
-            self._state.follow_publishes(value)
-        return value
-
-
-class _Settings:
-    """The defaults of the model and of the call that is running, for all its parts."""
-
-    def __init__(self, model: RoundPipeRunConfig) -> None:
-        self.model = model
-        self.call: RoundPipeRunConfig | None = None  # under the model's lock
-
-    def resolve(self, own: RoundPipeRunConfig, config: RoundPipeRunConfig | None) -> ResolvedConfig:
-        general = self.model if self.call is None else self.model.overridden_by(self.call)
-        found = resolve(
-            general.overridden_by(own),
-            config,
-            devices=engines.current().device_count,
-            grad_enabled=torch.is_grad_enabled(),
-        )
-        return replace(found, merges_unbatched=True)
 
 
 class AutoRoundPipe(RoundPipe):
@@ -122,12 +70,14 @@ class AutoRoundPipe(RoundPipe):
             layers.append(function)
             streamed[_LOSS] = function
         claim_weights(self, name, list(model.named_parameters()))
-        self.__dict__.update(_places=places, _parts=dict(parts), _left=left, _settings=_Settings(config))
+        lock = threading.RLock()
+        settings = PartSettings(self.name, lock, config)
+        self.__dict__.update(_parts=dict(parts), _left=left, _settings=settings)
         with owners.released_on_failure(self):
             state = self._new_state(layers, optim_dtype, pin_model)
-        self._set_up(model, state, threading.RLock(), self.name, config)
+        self._set_up(model, state, lock, self.name, config)
         pipes = {
-            part: StreamedPart(self, module, StatePart(state, places[part]), part, parts.get(part, ONE_MICROBATCH))
+            part: make_part(settings, module, state, places[part], part, parts.get(part, ONE_MICROBATCH))
             for part, module in streamed.items()
         }
         self.__dict__.update(parts=pipes, layers=layers, num_layers=len(layers))
@@ -147,13 +97,13 @@ class AutoRoundPipe(RoundPipe):
         before.close()
         state = self._new_state(self.layers, before.optimizer.dtype, before.placement.asked)
         self.__dict__["_state"] = state
-        for part, pipe in self.parts.items():
-            pipe.__dict__["_state"] = StatePart(state, self._places[part])
+        for pipe in self.parts.values():
+            pipe.follow(state)
 
     def train(self, mode: bool = True) -> AutoRoundPipe:
         super().train(mode)
         for pipe in self.parts.values():
-            pipe.__dict__["training"] = mode
+            pipe.set_training(mode)
         return self
 
     def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:

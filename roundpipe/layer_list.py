@@ -4,7 +4,7 @@ without them."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -69,14 +69,30 @@ def _refuse_uncallable(module: nn.Module, what: str) -> None:
 class PassedBy:
     """The modules of a model whose own ``__call__``, with its hooks, never runs."""
 
-    def __init__(self, models: Iterable[nn.Module | None], layers: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[nn.Module | None], layers: Sequence[nn.Module]) -> None:
         called = {id(module) for layer in layers for module in layer.modules()}
         found = {id(m): (name, m) for x in models if x is not None for name, m in x.named_modules()}
         self._modules = [entry for key, entry in found.items() if key not in called]
+        children = [(m, list(m._modules.values())) for _, m in self._modules]
+        self._chain = next((m for m, own in children if is_chain(m) and _same(own, layers)), None)
+        self._layers = layers
         self._warned = False
 
-    def warn_of_hooks(self) -> None:
-        """Says once that hooks on them have no effect."""
+    def check(self) -> None:
+        """Before a call.
+
+        Raises:
+            ConfigError: the chain has other layers than when it was wrapped.
+        """
+        if self._chain is not None and not _same(list(self._chain._modules.values()), self._layers):
+            raise ConfigError(
+                f"layers of the {type(self._chain).__name__} were added, exchanged or removed after it was wrapped; "
+                "change the model first and wrap it afterwards."
+            )
+        self._warn_of_hooks()
+
+    def _warn_of_hooks(self) -> None:
+        """Says once that hooks have no effect."""
         if self._warned:
             return
         for name, module in self._modules:
@@ -93,3 +109,7 @@ class PassedBy:
                     stacklevel=caller_level(),
                 )
                 return
+
+
+def _same(left: Sequence[object], right: Sequence[object]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))

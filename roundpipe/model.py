@@ -83,7 +83,7 @@ class RoundPipe(nn.Module):
         own["num_layers"] = len(state.layers)
         own["original_model"] = None
         own["training"] = model.training
-        self._modules["model"] = model
+        own["_modules"]["model"] = model
         own["_passed_by"] = self._find_passed_by(model)
 
     def _find_passed_by(self, *models: nn.Module) -> PassedBy:
@@ -103,7 +103,7 @@ class RoundPipe(nn.Module):
         return self._forward(args, roundpipe_run_config, kwargs)
 
     def _forward(self, args: tuple[Any, ...], run_config: RoundPipeRunConfig | None, kwargs: dict[str, Any]) -> Any:
-        self._passed_by.warn_of_hooks()
+        self._passed_by.check()
         with self._entered(), spans.span("call", "forward"):
             config = self._resolve(run_config)
             if config.requires_grad:
@@ -166,7 +166,7 @@ class RoundPipe(nn.Module):
                     "by roundpipe.optim.AdamW(model, ...) or its like"
                 )
             self._check_own(step)
-        self._passed_by.warn_of_hooks()
+        self._passed_by.check()
         with self._entered(), spans.span("call", "forward_backward"):
             return runs.train(
                 self._state,

@@ -3,7 +3,8 @@
 Note [Tree walk]
   From the root down:
   - modules to skip stay as they are, on the host;
-  - an nn.Sequential without a forward of its own becomes one part with its children as layers;
+  - an nn.Sequential without a forward of its own becomes one part with its children as layers (a
+    model's forward that takes it apart gets a part for each child, see streamed_part.py);
   - a compiled module is one part, of one layer;
   - a module with a forward of its own becomes a part of one layer if its own parameters have at least
     ``lower_threshold`` elements, or all below it at most ``upper_threshold``; also where there is nothing below it;

@@ -244,7 +244,12 @@ def test_a_model_that_cannot_be_cut_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(dict(torch_compile=True), "torch_compile"), (dict(fsdp=True), "fsdp")],
+    [
+        (dict(torch_compile=True), "torch_compile"),
+        (dict(fsdp=True), "fsdp"),
+        (dict(bf16_full_eval=True), "bf16_full_eval.*bf16=True"),
+        (dict(fp16_full_eval=True), "fp16_full_eval.*fp16=True"),
+    ],
 )
 def test_arguments_against_streaming_are_refused(tmp_path, options, message):
     args = arguments(tmp_path)

@@ -329,6 +329,8 @@ def _refuse(args: transformers.TrainingArguments) -> None:
         ("torch_compile", "leave it out"),
         ("fsdp", "RoundPipe streams the model itself"),
         ("deepspeed", "RoundPipe streams the model itself"),
+        ("fp16_full_eval", "it would cast the weights that are trained; fp16=True evaluates in float16 by autocast"),
+        ("bf16_full_eval", "it would cast the weights that are trained; bf16=True evaluates in bfloat16 by autocast"),
     ):
         if getattr(args, name, None):
             raise ConfigError(f"TrainingArguments({name}=...) cannot be used with RoundPipeTrainer: {remedy}")
