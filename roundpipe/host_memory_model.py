@@ -41,6 +41,7 @@ class HostPeak:
     """Weights mapped from files, which the system may drop and read again; not part of the total."""
     gradients_bytes: int
     optimizer_bytes: int
+    """With the states of an optimizer that is not compact, which the report tells apart."""
     activations_bytes: int
     other_bytes: int
     """Buffers that copies go through."""

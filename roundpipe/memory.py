@@ -15,7 +15,8 @@ __all__ = ["DeviceMemory", "HostMemory", "MemoryReport", "memory_report", "reset
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory in bytes, by what it is for. All but the weights in place lies in pinned memory of exact size."""
+    """Host memory in bytes, by what it is for. All but weights in place and the states of optimizers that are not
+    compact lies in pinned memory of exact size."""
 
     weights_bytes: int
     """Weights that were copied into pinned memory."""
@@ -26,8 +27,11 @@ class HostMemory:
     gradients_bytes: int
     """Gradient images, one a unit and two once a window had several calls; of announced steps the pool instead."""
     optimizer_bytes: int
-    """Optimizer parameters with their gradients, or masters, moments and shadows of compact optimizers. States that
-    torch's own optimizers keep are not known here; they are part of ``process_bytes``."""
+    """Optimizer parameters with their gradients, or masters, moments and shadows of compact optimizers."""
+    optimizer_states_bytes: int
+    """What other optimizers keep in their ``state`` for optimizer parameters, in ordinary memory. An optimizer is known
+    from its first step on (in a step function, or in an ``OptimizerCtx``). What it keeps elsewhere is part of
+    ``process_bytes`` alone."""
     activations_bytes: int
     """Boundary activations, inputs and outputs that wait for recompute, backward, or their caller."""
     other_bytes: int
@@ -48,7 +52,7 @@ class HostMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """Pinned memory taken from the system: everything above but weights in place."""
+        """Pinned memory taken from the system: everything above but weights in place and optimizer states."""
         return (
             self.weights_bytes
             + self.gradients_bytes
@@ -111,7 +115,7 @@ def host_memory() -> HostMemory:
     reserved, registered, used, quarantined, _, _ = _ops.host_stats()
     locked_in_place, pinned, pageable, mapped, _ = _ops.host_claim_stats(0)
     del pinned, pageable
-    weights = in_place = gradients = optimizer = 0
+    weights = in_place = gradients = optimizer = states = 0
     for state in living_states():
         for unit in state.units:
             packed = int(unit.image.numel())
@@ -120,6 +124,7 @@ def host_memory() -> HostMemory:
             gradients += unit.host_gradient_bytes
         gradients += state.gradient_pool.host_bytes
         optimizer += state.optimizer.host_bytes
+        states += state.optimizer.state_bytes
         if state.compact.memory is not None:
             optimizer += state.compact.memory.host_bytes
     engine = engines.open_engine()
@@ -132,6 +137,7 @@ def host_memory() -> HostMemory:
         mapped_bytes=mapped,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
+        optimizer_states_bytes=states,
         activations_bytes=activations,
         other_bytes=max(0, used + quarantined - known),
         idle_bytes=max(0, reserved - used - quarantined),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from . import _ops, finite_checks
+from . import _ops, finite_checks, optimizer_states
 from .engine import Engine
 from .units import TensorLayout, Unit
 
@@ -67,8 +67,20 @@ class OptimizerParameters:
         entries = self._made.values()
         return sum(e.flat.nbytes + (0 if e.gradient is None else e.gradient.nbytes) for e in entries)
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizers that work on these parameters, as far as they are known; beside ``host_bytes``."""
+        entries = self._made.values()
+        if not entries:
+            return 0
+        own = [e.flat for e in entries] + [e.gradient for e in entries if e.gradient is not None]
+        return optimizer_states.state_bytes(
+            {id(e.parameter) for e in entries}, {t.untyped_storage().data_ptr() for t in own}
+        )
+
     def ensure(self) -> None:
         """Makes what is missing, from the present host weights. Requires that no publish is outstanding."""
+        optimizer_states.watch()
         for unit in self._units:
             for index in unit.trainable:
                 host, layout = unit.parameters[index], unit.layouts[index]

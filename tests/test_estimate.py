@@ -160,15 +160,13 @@ def test_an_estimate_is_what_a_run_takes(name: str) -> None:
     fresh_devices(case.devices, f"{4 * estimate.device.total_bytes}B")
     at_rest()
     before = roundpipe.memory_report().host  # of models that other tests still hold
-    (wrapped, _step), counted = run(case, model, settings, configuration.run_config())
+    (_wrapped, _step), counted = run(case, model, settings, configuration.run_config())
     assert estimate.device.total_bytes == pytest.approx(counted, rel=0.1)
     report = roundpipe.memory_report().host
     assert estimate.host.weights_bytes == report.weights_bytes - before.weights_bytes
     assert estimate.host.gradients_bytes == report.gradients_bytes - before.gradients_bytes
     kept = report.optimizer_bytes - before.optimizer_bytes
-    if not settings.get("optimizer", "compact").startswith("compact"):  # what torch keeps, memory_report cannot see
-        states = {"adamw": 2, "sgd-momentum": 1}[settings["optimizer"]]
-        kept += states * sum(p.numel() * 4 for p in wrapped.model.parameters())
+    kept += report.optimizer_states_bytes - before.optimizer_states_bytes
     assert estimate.host.optimizer_bytes == pytest.approx(kept, rel=0.01)
     peak = _ops.engine_live(engines.current().handle)[2]
     assert estimate.host.activations_bytes == pytest.approx(peak, rel=0.1, abs=32 << 10)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import optimizer_states
 from ..errors import ConfigError
 from ..optim.compact import CompactOptimizer
 from .job import Entry
@@ -44,6 +45,7 @@ def check_optimizer(model: RoundPipe, optimizer: object) -> None:
             f"none of the parameters of the {type(optimizer).__name__} is an optimizer parameter of {model.name!r}: "
             "build it inside `with roundpipe.OptimizerCtx():` from model.parameters(), or give None"
         )
+    optimizer_states.note(optimizer)
 
 
 def named_groups(
