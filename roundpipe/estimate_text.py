@@ -15,7 +15,7 @@ def describe(estimate: MemoryEstimate) -> str:
     """Lines of text, memory in GiB: what was asked for, and beside it the fastest settings that fit."""
     asked, fastest = estimate.asked, estimate.fastest
     trained = estimate.trainable_parameters
-    lines = [f"{estimate.parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained"]
+    lines = [f"{estimate.parameters:,} parameters, {trained:,} of them trained"]
     found = [asked] if fastest is None or fastest.configuration == asked.configuration else [asked, fastest]
     titles = ["as asked", "fastest that fits"] if len(found) == 2 else ["as asked"]
     lines.append(_row("", titles))

@@ -180,7 +180,10 @@ class GradScaler:
         state = self._state_of(optimizer)
         if state.stepped or state.unscaled:
             what = "after step()" if state.stepped else "twice"
-            raise RoundPipeError(f"GradScaler.unscale_ was called {what} for one optimizer since the last update()")
+            raise RoundPipeError(
+                f"GradScaler.unscale_ was called {what} for one optimizer since the last update(); call it once, "
+                "before step() and after update()"
+            )
         self._unscale(optimizer, state)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +200,10 @@ class GradScaler:
             raise RoundPipeError("GradScaler.step does not support closures; compute the loss before the step")
         state = self._state_of(optimizer)
         if state.stepped:
-            raise RoundPipeError("GradScaler.step was called twice for one optimizer since the last update()")
+            raise RoundPipeError(
+                "GradScaler.step was called twice for one optimizer since the last update(); call update() on the main "
+                "thread after each model.step()"
+            )
         result = None
         if not state.unscaled and getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._fused_step(optimizer, state, **kwargs)
@@ -435,7 +441,9 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
             gradients.append(gradient)
     if not gradients:
         raise ConfigError(
-            "GradScaler: no parameter of this optimizer has a gradient; build it inside roundpipe.OptimizerCtx()"
+            "GradScaler: no parameter of this optimizer has a gradient. Build the optimizer inside "
+            "roundpipe.OptimizerCtx(), and call the scaler's step in the step function, where the gradients are: "
+            "model.step(lambda: scaler.step(optimizer))"
         )
     return gradients
 

@@ -118,6 +118,11 @@ def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         printed = capsys.readouterr()
         assert code == 2 and printed.out == "" and printed.err.count("\n") == 1, argv
         assert printed.err.startswith("python -m roundpipe")
+        if "--help" in printed.err:  # what argparse says of the form of the line
+            assert printed.err.rstrip().endswith("--help)")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "(see python -m roundpipe --help)" in capsys.readouterr().err
 
 
 # -- reading the system ----------------------------------------------------------------------------------------------

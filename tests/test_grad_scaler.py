@@ -331,14 +331,14 @@ def test_misuse_is_explained() -> None:
         with pytest.raises(ConfigError, match=message):
             GradScaler(**arguments)
     scaler = GradScaler(init_scale=2.0)
-    with pytest.raises(ConfigError, match="no parameter of this optimizer has a gradient"):
+    with pytest.raises(ConfigError, match=r"has a gradient.*OptimizerCtx.*model\.step\(lambda"):
         scaler.step(optimizer)
     weight.grad = torch.ones(3)
     scaler.unscale_(optimizer)
     with pytest.raises(RoundPipeError, match="twice"):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    with pytest.raises(RoundPipeError, match="called twice"):
+    with pytest.raises(RoundPipeError, match=r"called twice.*call update\(\)"):
         scaler.step(optimizer)
     with pytest.raises(RoundPipeError, match=r"after step\(\)"):
         scaler.unscale_(optimizer)

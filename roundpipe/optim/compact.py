@@ -298,7 +298,13 @@ def _select_groups(
         raise ConfigError("no parameter of the model requires grad, so there is nothing to train")
     made: list[dict[str, Any]] = []
     taken: set[int] = set()
-    for group in groups:
+    for position, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            got = f"a dict with {list(group)}" if isinstance(group, Mapping) else type(group).__name__
+            raise ConfigTypeError(
+                f"groups[{position}]: got {got}, expected a dict with 'params' (a pattern of names, a function or a "
+                "list) and the options of the group"
+            )
         chosen = _selected(named, group["params"], taken)
         taken |= {id(parameter) for parameter in chosen}
         made.append({**group, "params": chosen})

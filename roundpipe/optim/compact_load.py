@@ -36,6 +36,12 @@ def load_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> No
 
 def check_state(optimizer: CompactOptimizer, state_dict: Mapping[str, Any]) -> list[tuple[Slot, Mapping[str, Any]]]:
     """The parameters' places with what belongs there. Raises ConfigError when groups or shapes do not fit."""
+    for entry in ("param_groups", "state"):
+        if entry not in state_dict:
+            found = ", ".join(map(repr, list(state_dict)[:3])) or "nothing"
+            raise ConfigError(
+                f"the loaded state dict has no {entry!r} but {found}; expected what state_dict() of an optimizer gives"
+            )
     own, given = optimizer.param_groups, state_dict["param_groups"]
     if len(own) != len(given):
         raise ConfigError(f"the loaded state dict has {len(given)} parameter groups, the optimizer {len(own)}")

@@ -88,6 +88,16 @@ class HostOptimizer(torch.optim.Optimizer):
 
         return object.__new__(cls._compact if cls._compact is not None and is_compact(params) else cls)
 
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            name = type(self).__name__
+            raise errors.ConfigTypeError(
+                f"roundpipe.optim.{name}(params=...): got {type(params).__name__}, a module that is not wrapped; "
+                f"expected its parameters (model.parameters()), or, for a compact optimizer, to be given a RoundPipe "
+                f"model: roundpipe.optim.{name}(RoundPipe(model), ...)"
+            )
+        super().__init__(params, defaults)
+
     # What torch's classes keep in a group to choose an implementation; here they do not choose anything.
     _implementation: tuple[str, ...] = ()
 
