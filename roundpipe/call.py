@@ -19,7 +19,7 @@ from .errors import RoundPipeError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
-from .memory_model import region_bytes
+from .memory_model import consecutive_jobs, region_bytes
 from .oom_state import as_out_of_memory, note_use, outside_bytes, shapes_of
 from .passed_on import PassedOn
 from .stage_job import Phase, StageJob
@@ -221,20 +221,20 @@ class Call:
         return len(self.layers)
 
     def _reserve(self, jobs: list[StageJob]) -> None:
-        """Regions large enough for two consecutive jobs of each device, or at least for the largest one."""
+        """Regions large enough for two consecutive jobs of each device, or at least for the largest one.
+
+        Also for jobs that a device gets when calls like this one follow, so that no region grows then: that waits for
+        all work.
+        """
         count = self.engine.device_count
-        sizes: list[list[int]] = [[] for _ in range(count)]
-        for ahead, job in enumerate(jobs):
-            sizes[self.engine.peek(ahead)].append(job.job_bytes)
-        wanted, least = [], []
-        largest = max(job.job_bytes for job in jobs)
-        for own in sizes:
-            # Another call may follow with any of these jobs on this device, so the pairs wrap around.
-            pairs = [a + b for a, b in zip(own, own[1:] + own[:1], strict=True)] if len(own) > 1 else []
-            pair = max([*pairs, largest * 2 if not pairs else 0, *own])
-            least.append(max([*own, 0]))
-            beside, capacity = self.tight or (0, None)
-            wanted.append(region_bytes(pair, least[-1], beside, capacity))
+        sizes = [job.job_bytes for job in jobs]
+        wanted, least = [0] * count, [0] * count
+        beside, capacity = self.tight or (0, None)
+        for first in range(count):
+            device = self.engine.peek(first)
+            pair = max(sizes[i] + sizes[j] for i, j in consecutive_jobs(len(jobs), count, first))
+            least[device] = max(sizes[first::count], default=0)
+            wanted[device] = region_bytes(pair, least[device], beside, capacity)
         try:
             self.engine.reserve_regions(wanted, least)
         except torch.OutOfMemoryError as error:

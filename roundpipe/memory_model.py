@@ -27,7 +27,7 @@ from .layer_cost import LayerCost
 from .layer_memory import LayerMemory, Measured
 from .live_memory import MemoryUse
 
-__all__ = ["DevicePeak", "JobPeak", "Run", "predict_peak", "region_bytes"]
+__all__ = ["DevicePeak", "JobPeak", "Run", "consecutive_jobs", "predict_peak", "region_bytes"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,14 @@ def predict_peak(
     peaks = [_job_peak(memory, run, phase, stage) for phase, stage in jobs]
     worst = max(peaks, key=lambda peak: peak.total_bytes)
     sizes = [_stage_sizes(costs, stage, phase != "forward") for phase, stage in jobs]
-    pairs = [(sizes[i], sizes[(i + run.num_devices) % len(sizes)]) for i in range(len(sizes))]
+    # The backward of model(...) is dealt out by itself.
+    dealt = [[i for i, (phase, _) in enumerate(jobs) if (phase == "backward") == later] for later in (False, True)]
+    pairs = [
+        (sizes[group[i]], sizes[group[j]])
+        for group in ([list(range(len(jobs)))] if run.run_type == "fused" else dealt)
+        for start in range(run.num_devices)
+        for i, j in (consecutive_jobs(len(group), run.num_devices, start) if group else ())
+    ]
     first, second = max(pairs, key=lambda pair: sum(map(sum, pair)))
     largest = max(sizes, key=sum)
     buffers = sum(_buffer_bytes(costs))
@@ -107,6 +114,13 @@ def predict_peak(
         gradients = min(region, region * largest[1] // max(sum(largest), 1))
     use = MemoryUse(region - gradients, gradients, worst.ring_bytes, worst.activations_bytes, buffers)
     return DevicePeak(use, worst)
+
+
+def consecutive_jobs(count: int, num_devices: int, first: int) -> list[tuple[int, int]]:
+    """Which of ``count`` jobs a device gets one after the other, when they are dealt out again and again; its first is
+    number ``first``."""
+    taken = [(first + k * num_devices) % count for k in range(count)]
+    return [(i, (i + num_devices) % count) for i in taken]
 
 
 def region_bytes(pair_bytes: int, largest_bytes: int, beside_bytes: int, capacity_bytes: int | None) -> int:
