@@ -22,6 +22,7 @@ from .hf.meta_model import add_lora, load_config, meta_layers, meta_model
 from .host_memory_model import STEPS, HostPeak, activation_bytes, gradient_bytes, predict_host
 from .host_placement import MODES
 from .layer_list import layers_of
+from .layer_memory import recording
 from .layer_run import LayerRun
 from .layer_sizes import UnitSize, layer_costs_of, unit_sizes
 from .live_memory import MemoryUse
@@ -135,6 +136,7 @@ class MemoryEstimate:
         return describe(self)
 
 
+@recording()
 def estimate_memory(
     model: Any,
     batch: int,

@@ -10,7 +10,8 @@ Note [Layers without values]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ class FakeRun:
 
         ``loss_fn``: called with the output and ``label``; None: there is no loss. ``backward`` False: forward alone.
         """
-        with assumed_values():  # models of transformers ask for some
+        with assumed_values():  # models of transformers ask for some values
             tree: Any = self._faked((args, kwargs))
             found = []
             for index, replica in enumerate(self._replicas):
@@ -276,6 +277,14 @@ class FakeRun:
         live = LiveTree(spec, [plain.get(id(x), x) for x in leaves], wanted, {})
         entry = enter_graph(live, self)  # type: ignore[arg-type]  # of which it takes the anchor
         return live.value(), entry
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Autograd as in training, for whoever runs layers without values, wherever he is asked: inside the user's own
+    backward, say, it is off."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _caller(replica: LayerReplica, first: bool) -> Callable[[Any], Any]:

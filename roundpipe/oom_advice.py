@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .batch import split_inputs, split_label
 from .errors import DeviceOutOfMemory
-from .layer_memory import FakeRun, LayerMemory, Measured
+from .layer_memory import FakeRun, LayerMemory, Measured, recording
 from .live_memory import MemoryUse
 from .memory_model import DevicePeak, Run, predict_peak
 from .plan import ModelExecutePlan
@@ -94,6 +94,7 @@ class OomAdvisor:
         self.plan: ModelExecutePlan | None = None  # the one that the call uses
 
     # -- the error -----------------------------------------------------------------------------------------------
+    @recording()
     def advise(self, error: DeviceOutOfMemory, call: Call) -> None:
         """Completes the message and the attributes of the call's failure."""
         state = self._state()

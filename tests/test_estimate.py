@@ -191,6 +191,16 @@ def test_a_configuration_and_its_model_have_one_estimate(tmp_path: Path) -> None
     assert estimate_memory(layers, 64, inputs=((x,), {}), **settings) == real
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_estimate_does_not_depend_on_the_callers_grad_mode(mode: Any) -> None:
+    settings: dict[str, Any] = dict(loss_fn=lambda out, _: out.sum(), device_kind="host", num_devices=1)
+    inputs: Any = ((torch.empty(64, 256),), {})
+    model = perceptron()
+    wanted = estimate_memory(model, 64, inputs=inputs, **settings)
+    with mode():
+        assert estimate_memory(model, 64, inputs=inputs, **settings) == wanted
+
+
 def test_the_fastest_configuration_runs_within_a_limit_that_what_was_asked_for_breaks() -> None:
     case = CASES["qwen3, by stage"]
     whole = estimate_memory(qwen(), 4, 256, num_microbatch=1, device_kind="host", num_devices=1)

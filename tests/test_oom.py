@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig, doing_recompute
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, doing_recompute
 from roundpipe import engine as engines
 from roundpipe.errors import DeviceOutOfMemory
 
@@ -53,6 +53,13 @@ class Greedy(nn.Module):
         return _Burst.apply(y, self.want_bytes) if self.when == "backward" else y  # type: ignore[no-any-return]
 
 
+def by_layer_train(count: int) -> ModelExecutePlan:
+    plan = ModelExecutePlan()
+    plan.fwd_plan = [range(i, i + 1) for i in range(count)]
+    plan.bwd_plan = plan.fwd_plan[::-1]
+    return plan
+
+
 def _loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output - label).square().sum()
 
@@ -87,8 +94,8 @@ def test_the_error_of_any_phase_says_where_and_what_and_the_next_call_works(
     others = ("other allocations of this process", "other processes")
     for part in ("CUDA out of memory.", phase, f"layer {layer}", "float32 [4, 16]", *kinds, *others):
         assert part in text, part
-    # What a layer takes only in recompute or backward is not seen without values, and that is said.
-    assert ("were predicted: a kernel" in text) == (when != "forward")
+    # What a layer takes only in recompute is not seen without values, and that is said.
+    assert ("were predicted: a kernel" in text) == (when == "recompute")
     assert error.use is not None and error.use.weights_bytes > 0 and error.capacity_bytes == 16 * MIB
     twin_of_error = pickle.loads(pickle.dumps(error))
     assert (twin_of_error.args, twin_of_error.use) == (error.args, error.use)
@@ -101,6 +108,23 @@ def test_the_error_of_any_phase_says_where_and_what_and_the_next_call_works(
     for _ in range(2):  # the call before the failed one counts, that one does not
         oracle.forward_backward(list(twin), (x,), label=x, loss_fn=_loss, num_microbatch=2)
     oracle.assert_same_gradients(model.model, twin)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_predictions_are_the_same_wherever_the_failure_is_told(when: str, grad: bool) -> None:
+    """Inside the caller's own backward, where autograd records nothing, when the input waits for its gradient."""
+    roundpipe.use_devices("host:1@16MiB")
+    layers = nn.Sequential(*(Greedy() for _ in range(4)))
+    layers[1].when = when
+    model = RoundPipe(layers)
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=by_layer_train(4))
+    with pytest.raises(DeviceOutOfMemory, match=r"predicted peak of 64\.0 MiB"):
+        model(torch.randn(8, 16, requires_grad=grad), roundpipe_run_config=config).sum().backward()
+        model.synchronize()
+    layers[1].when = None
+    model(torch.randn(8, 16), roundpipe_run_config=config).sum().backward()
+    model.synchronize()
 
 
 def test_a_loss_that_is_too_large_and_a_failure_that_comes_late() -> None:
