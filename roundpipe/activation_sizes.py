@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .boundary import Boundary, HostTensor, LiveTree
+from .compiled import uncompiled
 
 _FORGOTTEN = -1
 """Bytes of a microbatch that any other exceeds."""
@@ -103,17 +104,20 @@ class SavedBytes:
         self._elsewhere = {weights.untyped_storage().data_ptr(), *inputs}
         self._held: dict[int, torch.UntypedStorage] = {}
 
+    @uncompiled
     def count(self, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
         if storage is not None:
             self._held.setdefault(storage.data_ptr(), storage)
 
+    @uncompiled
     def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """For a graph that is kept: beside the tensor its version, which hooks make autograd forget to check."""
         self.count(tensor)
         return tensor.detach(), tensor._version
 
     @staticmethod
+    @uncompiled
     def unpack(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
         tensor, version = kept
         if tensor._version != version:
@@ -146,6 +150,7 @@ def _storages(leaves: Iterable[Any]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage is not None}
 
 
+@uncompiled
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """None: a kind of tensor that has none, or an empty one."""
     try:

@@ -24,12 +24,30 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .errors import ConfigError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_uncompiled: list[types.CodeType] = []
+
+
+def uncompiled(function: _Function) -> _Function:
+    """For functions of ours that are called amid a layer's operators, such as hooks of saved tensors: where a compiled
+    layer runs an operator uncompiled, PyTorch would compile them, with the user's compiler.
+    """
+    _uncompiled.append(function.__code__)
+    return function
+
+
+def _leave_uncompiled() -> None:
+    """To be called when something was compiled: then dynamo is loaded, which takes seconds."""
+    while _uncompiled:
+        torch._dynamo.eval_frame.skip_code(_uncompiled.pop())
+
 
 _ENTRIES = (nn.Module.__call__, nn.Module._call_impl)
 
@@ -90,6 +108,7 @@ def rebound(compiled: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -
             f"{getattr(function, '__qualname__', function)!r} was compiled in a way that cannot be repeated for each "
             "device; compile the layer as a whole (torch.compile(layer) or layer.compile()), or leave compiling out."
         )
+    _leave_uncompiled()
     return Rebound(context(moved), module)
 
 

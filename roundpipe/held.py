@@ -11,8 +11,8 @@ Note [Handed on]
   loss, which is computed there and then.
 
   Attributes that a forward assigns are of the same kind: the host's module, and with it every device, would get them.
-  Methods of the skeleton become methods of the host's module. What holds a module or parameter of the skeleton in
-  another way is not written back, so each call makes its own.
+  Methods of the skeleton become methods of the host's module, also inside lists and dicts. What holds a module or
+  parameter of the skeleton in another way is not written back, so each call makes its own.
 """
 
 from __future__ import annotations

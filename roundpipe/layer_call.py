@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from . import batch_tree, held, random_state, recompute
 from .boundary import LiveTree
+from .compiled import uncompiled
 from .engine import cpu_generator_lock
 
 if TYPE_CHECKING:
@@ -104,10 +105,12 @@ def distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
     return list(seen.values())
 
 
+@uncompiled
 def _drop(_: torch.Tensor) -> None:
     return None
 
 
+@uncompiled
 def _unavailable(_: Any) -> torch.Tensor:
     raise RuntimeError(
         "a layer ran a backward pass inside its own forward while that forward keeps nothing because it will be "

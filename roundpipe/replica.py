@@ -241,16 +241,28 @@ class LayerReplica:
             own = twin.__dict__
             homes = [module.__dict__] if noted is None else [module.__dict__, noted.setdefault(id(module), {})]
             for name, value in own.items():
-                if name not in _OWN and given.get(name, _MISSING) is not value:
+                if name in _OWN:
+                    continue
+                if given.get(name, _MISSING) is not value:
                     returned = self._exchanged(value, self._origins)
                     if type(value) not in held.PLAIN and held.bound(returned, self._origins):
                         continue
                     for home in homes:
                         home[name] = returned
+                elif type(value) in (list, dict):
+                    self._return_inside(value)
             if len(own) < len(given) + len(_OWN):
                 for name in given.keys() - own.keys():
                     for home in homes:
                         home.pop(name, None)
+
+    def _return_inside(self, shared: Any) -> None:
+        """What the forward put into a container of the host's becomes the host's."""
+        for key, value in list(enumerate(shared) if type(shared) is list else shared.items()):
+            if isinstance(value, _MOVES):
+                other = _other(value, self._origins)
+                if other is not value:
+                    shared[key] = other
 
     def _rebind(self, value: Any) -> Any:
         """Methods, modules and parameters of the host layer that stand in attributes, or in lists there (as nn.LSTM

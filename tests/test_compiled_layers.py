@@ -253,6 +253,26 @@ def test_layers_that_are_alike_are_compiled_once_a_device(how: str) -> None:
     assert backend.runs == 2 * 2 * len(layers)
 
 
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_nothing_of_ours_is_compiled(grain: str) -> None:
+    """PyTorch leaves the operator of a torch.nn layer that was compiled in place alone, as it does without us. The
+    hooks of saved tensors are called from there."""
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    backend = Counts()
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for layer in layers:
+        layer.compile(backend=backend)
+    layers[0](torch.ones(1, 4))
+    assert backend.graphs == 0
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain, execute_plan=one_layer_stages(3))
+    for rows in (2, 4):
+        wrapped.forward_backward((torch.randn(rows, 4),), loss_fn=lambda out, _: out.square().sum(), run_config=config)
+    wrapped.synchronize()
+    assert backend.graphs == 0
+
+
 def test_a_forward_of_its_own_on_the_host_comes_first_and_none_is_left_there() -> None:
     torch._dynamo.reset()
     roundpipe.use_devices("host:2")
