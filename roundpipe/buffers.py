@@ -4,7 +4,8 @@ Note [Buffers]
   Host buffers do not change during a call: the values that forwards write are collected and copied home on the caller's
   thread before the call returns. A forward whose layer will be recomputed notes, for each microbatch, which host tensor
   holds the values it started from: the host's own until a forward changed them, a snapshot afterwards. Recompute starts
-  from exactly those and its own writes are thrown away.
+  from exactly those and its own writes are thrown away. It never looks at the host's buffers: the caller may have
+  replaced them meanwhile, for his next call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .errors import ConfigError
 
 if TYPE_CHECKING:
     from .engine import Engine, Worker
-    from .replica import LayerReplica
+    from .replica import BufferPlace, LayerReplica
 
 
 class HostBuffers:
@@ -57,8 +58,11 @@ class HostBuffers:
     def forget(self) -> None:
         self._stored.clear()
 
-    def of(self, buffer: torch.Tensor) -> HostTensor:
-        return self._stored[id(buffer)][3]
+    def of(self, module: nn.Module, name: str) -> HostTensor:
+        return self._stored[id(module._buffers[name])][3]
+
+
+_NONE = torch.empty(0)
 
 
 def _check_buffer(name: str, buffer: torch.Tensor) -> None:
@@ -80,9 +84,6 @@ class _Slot:
     version: int
     written: bool = False  # by a kernel that counts no version
 
-    def home_buffer(self) -> torch.Tensor | None:
-        return self.module._buffers.get(self.name)
-
     def intact(self) -> bool:
         return (
             not self.written
@@ -91,19 +92,28 @@ class _Slot:
         )
 
 
-class LayerBuffers:
-    """The buffers of one layer on one device during one job."""
+@dataclass
+class NotedBuffers:
+    """What one forward of a layer started from."""
 
-    def __init__(self, worker: Worker, replica: LayerReplica, host: HostBuffers) -> None:
+    places: list[BufferPlace]
+    sources: list[HostTensor]  # by number
+
+
+class LayerBuffers:
+    """The buffers of one layer on one device during one job: the host's, or those of ``noted`` for a recompute."""
+
+    def __init__(self, worker: Worker, replica: LayerReplica, host: HostBuffers | NotedBuffers) -> None:
         self._worker = worker
         self._replica = replica
         self._slots: list[_Slot] = []
-        for module, twin, name in replica.buffer_slots():
-            buffer = module._buffers[name]
-            assert buffer is not None
-            source = host.of(buffer)
-            slot = _Slot(module, twin, name, source, source, buffer, -1)
-            cached = replica.loaded_buffers.get(id(buffer))
+        self._places = host.places if isinstance(host, NotedBuffers) else replica.buffer_places()
+        for module, name, number in self._places:
+            if number != len(self._slots):
+                continue
+            source = host.sources[number] if isinstance(host, NotedBuffers) else host.of(module, name)
+            slot = _Slot(module, replica.skeleton_of(module), name, source, source, _NONE, -1)
+            cached = replica.loaded_buffers.get((id(module), name))
             if cached is not None and cached[0]() is source and cached[1]._version == cached[2]:
                 self._put(slot, source, cached[1])
             else:
@@ -111,9 +121,9 @@ class LayerBuffers:
             self._slots.append(slot)
         # Weakly: a device that sees no more jobs would keep the host's copies of values that have changed since.
         replica.loaded_buffers = {
-            id(s.home_buffer()): (weakref.ref(s.source), s.tensor, s.version) for s in self._slots
+            (id(s.module), s.name): (weakref.ref(s.source), s.tensor, s.version) for s in self._slots
         }
-        replica.alias_buffers()
+        self._alias()
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -124,6 +134,21 @@ class LayerBuffers:
 
     def _load(self, slot: _Slot, source: HostTensor) -> None:
         self._put(slot, source, source.fetch(self._worker).wait())
+
+    def _alias(self) -> None:
+        """What stands at several places of the layer is one tensor on the device too; what stands nowhere is gone."""
+        placed = {(id(module), name): self._replica.skeleton_of(module) for module, name, _ in self._places}
+        for place in self._replica.placed_buffers.keys() - placed.keys():
+            self._replica.placed_buffers[place]._buffers.pop(place[1], None)
+        self._replica.placed_buffers = placed
+        for module, name, number in self._places:
+            buffers = self._replica.skeleton_of(module)._buffers
+            if number is None:
+                buffers[name] = None
+                continue
+            first = self._slots[number]
+            if first.module is not module or first.name != name:
+                buffers[name] = first.twin._buffers[first.name]
 
     def note_silent_writes(self) -> None:
         """After a forward: PyTorch's normalisation kernels write running statistics without counting a version.
@@ -144,7 +169,7 @@ class LayerBuffers:
         loaded = self._replica.loaded_buffers
         self._replica.loaded_buffers = {key: entry for key, entry in loaded.items() if entry[1] is not slot.tensor}
 
-    def snapshot(self) -> list[HostTensor]:
+    def snapshot(self) -> NotedBuffers:
         """Where the values lie from which the coming forward starts. Changed ones are copied down before it writes."""
         sources = []
         for slot in self._slots:
@@ -156,36 +181,35 @@ class LayerBuffers:
                 source.order_after_read(self._worker)
                 self._put(slot, source, present)
             sources.append(slot.source)
-        return sources
+        return NotedBuffers(self._places, sources)
 
-    def load(self, sources: list[HostTensor]) -> None:
+    def load(self, noted: NotedBuffers) -> None:
         """Values as noted by ``snapshot``, after a forward that has failed half way."""
         self.distrust()
-        for slot, source in zip(self._slots, sources, strict=True):
+        for slot, source in zip(self._slots, noted.sources, strict=True):
             self._load(slot, source)
-        self._replica.alias_buffers()
+        self._alias()
 
     @contextlib.contextmanager
-    def restored(self, sources: list[HostTensor]) -> Iterator[None]:
+    def restored(self, noted: NotedBuffers) -> Iterator[None]:
         """Values as noted by ``snapshot`` of the forward that is being repeated; afterwards those from before."""
         before = [(s.source, s.tensor, s.version, s.written, s.twin._buffers.get(s.name)) for s in self._slots]
         try:
-            for slot, source in zip(self._slots, sources, strict=True):
+            for slot, source in zip(self._slots, noted.sources, strict=True):
                 if slot.source is not source or not slot.intact():
                     self._load(slot, source)
-            self._replica.alias_buffers()
+            self._alias()
             yield
         finally:
             for slot, (source, tensor, version, written, present) in zip(self._slots, before, strict=True):
                 written = written or (slot.tensor is tensor and slot.written)
                 slot.source, slot.tensor, slot.version, slot.written = source, tensor, version, written
                 slot.twin._buffers[slot.name] = present
-            self._replica.alias_buffers()
+            self._alias()
 
     def collect(self, updates: list[BufferUpdate]) -> None:
         """Starts the way home of every value that differs from the host's."""
         for slot in self._slots:
-            buffer = slot.module._buffers.get(slot.name)
             if slot.intact() and slot.source is slot.home:
                 continue
             present = slot.twin._buffers.get(slot.name)
@@ -193,7 +217,7 @@ class LayerBuffers:
                 continue
             source = slot.source if slot.intact() else HostTensor.stash(self._worker, present, Traffic.BUFFERS)
             updates.append(BufferUpdate(slot.module, slot.name, source))
-            self._replica.loaded_buffers.pop(id(buffer), None)
+            self._replica.loaded_buffers.pop((id(slot.module), slot.name), None)
 
 
 @dataclass

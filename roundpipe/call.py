@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from . import _ops, errors, random_state
 from .ambient import Ambient
 from .boundary import Boundary, HostTensor, LiveTree, PendingTree
-from .buffers import BufferUndo, BufferUpdate
+from .buffers import BufferUndo, BufferUpdate, NotedBuffers
 from .devices import devices
 from .engine import Engine, Watchdog, Worker, cpu_generator_lock
 from .errors import RoundPipeError
@@ -104,7 +104,7 @@ class Call:
             self.seed = random_state.draw_call_seed()
 
         self.saved_layers: frozenset[int] = frozenset()  # layers whose inputs recompute starts from
-        self.buffer_sources: dict[tuple[int, int], list[HostTensor]] = {}
+        self.noted_buffers: dict[tuple[int, int], NotedBuffers] = {}  # by microbatch and layer
         self.buffer_updates: list[BufferUpdate] = []
         self.buffer_undos: list[BufferUndo] = []
         self.drew: set[tuple[int, int]] = set()  # (microbatch, layer) whose recompute must draw again
@@ -408,7 +408,7 @@ class Call:
                 self._boundaries.clear()
                 self._labels.clear()
                 self._recompute_data.clear()
-                self.buffer_sources.clear()
+                self.noted_buffers.clear()
                 self.attributes.clear()
             self._changed.notify_all()
 

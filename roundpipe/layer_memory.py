@@ -143,11 +143,12 @@ class FakeRun:
         parameters = _FakeParameters(device, self.mode)
         self._replicas = [LayerReplica(layer, parameters) for layer in layers]
         for replica in self._replicas:
-            for module, twin, name in replica.buffer_slots():
+            made: list[torch.Tensor] = []
+            for module, name, number in replica.buffer_places():
                 buffer = module._buffers[name]
-                assert buffer is not None
-                twin._buffers[name] = _fake(buffer, device, self.mode)
-            replica.alias_buffers()
+                if buffer is not None and number == len(made):
+                    made.append(_fake(buffer, device, self.mode))
+                replica.skeleton_of(module)._buffers[name] = None if number is None else made[number]
 
     def measure(
         self,

@@ -123,6 +123,10 @@ def late_gradient(name: str) -> RoundPipeError:
     )
 
 
+BufferPlace = tuple[nn.Module, str, "int | None"]
+"""Module of the host, name, number of the tensor: one that stands at several places has one number; None: no tensor."""
+
+
 class LayerReplica:
     """The skeleton of one layer on one device. Used by that device's worker only."""
 
@@ -131,8 +135,9 @@ class LayerReplica:
         self._parameters = parameters
         self._nodes: list[tuple[nn.Module, nn.Module]] = []
         self._given: list[dict[str, Any]] = []
-        # By id of the host's buffer: (its value on the host, the device's copy, version of the copy when loaded).
-        self.loaded_buffers: dict[int, tuple[weakref.ref[HostTensor], torch.Tensor, int]] = {}
+        # By id of the module and name: (its value on the host, the device's copy, version of the copy when loaded).
+        self.loaded_buffers: dict[tuple[int, str], tuple[weakref.ref[HostTensor], torch.Tensor, int]] = {}
+        self.placed_buffers: dict[tuple[int, str], nn.Module] = {}  # by the same: skeletons that have them
         self.root = self._build()
 
     def _twin(self, module: nn.Module) -> nn.Module | None:
@@ -291,25 +296,20 @@ class LayerReplica:
         return value
 
     # -- buffers -------------------------------------------------------------------------------------------------
-    def buffer_slots(self) -> list[tuple[nn.Module, nn.Module, str]]:
-        """(host module, skeleton module, name) of every buffer that is not None, each tensor once."""
-        slots = []
-        seen: set[int] = set()
-        for module, twin in self._nodes:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    slots.append((module, twin, name))
-        return slots
+    def buffer_places(self) -> list[BufferPlace]:
+        """Of every buffer, as the host has them now."""
+        numbers: dict[int, int] = {}
+        return [
+            (module, name, None if buffer is None else numbers.setdefault(id(buffer), len(numbers)))
+            for module, _ in self._nodes
+            for name, buffer in module._buffers.items()
+        ]
 
-    def alias_buffers(self) -> None:
-        """Buffers registered at several places of the layer are one tensor on the device too."""
-        first: dict[int, torch.Tensor | None] = {}
-        for module, twin in self._nodes:
-            for name, buffer in module._buffers.items():
-                if buffer is None:
-                    twin._buffers[name] = None
-                elif id(buffer) in first:
-                    twin._buffers[name] = first[id(buffer)]
-                else:
-                    first[id(buffer)] = twin._buffers[name]
+    def skeleton_of(self, module: nn.Module) -> nn.Module:
+        twin = self._twins.get(id(module))
+        if twin is None:
+            raise ConfigError(
+                f"a {type(module).__name__} was taken out of its layer while backward still ran. Call "
+                "model.synchronize() before you change which modules a layer has."
+            )
+        return twin

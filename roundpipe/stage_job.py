@@ -21,7 +21,7 @@ from torch import nn
 
 from . import _ops, errors, layer_call, spans
 from .boundary import ArrivingGradients, HostTensor, LiveTree, PendingTree, Traffic
-from .buffers import LayerBuffers
+from .buffers import LayerBuffers, NotedBuffers
 from .job_place import Place
 from .job_probe import JobProbe
 from .live_memory import counted
@@ -34,6 +34,9 @@ from .units import Unit
 if TYPE_CHECKING:
     from .call import Call
     from .engine import Worker
+
+
+_NO_BUFFERS = NotedBuffers([], [])
 
 
 class Phase(enum.Enum):
@@ -316,20 +319,21 @@ class StageJob:
         self.place.at("recompute" if recomputing else self.phase.value, m, layer)
         replica = worker.replica(call.layers[layer])
         self._await_layer(worker, layer)
+        noted = call.noted_buffers.pop((m, layer), _NO_BUFFERS) if recomputing else _NO_BUFFERS
         buffers = self._buffers.get(layer)
         if buffers is None:
-            buffers = self._buffers[layer] = LayerBuffers(worker, replica, call.host_buffers)
+            buffers = LayerBuffers(worker, replica, noted if recomputing else call.host_buffers)
+            self._buffers[layer] = buffers
         will_recompute = call.keeps_graph and not saves_graph
         saved = None if recomputing else self.probe.saved_bytes(worker, m, layer, live)
         before: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        sources: list[HostTensor] = []
         if buffers:
             if recomputing:
-                before = buffers.restored(call.buffer_sources.pop((m, layer)))
+                before = buffers.restored(noted)
             elif will_recompute or saved is not None:
-                sources = buffers.snapshot()
+                noted = buffers.snapshot()
                 if will_recompute:
-                    call.buffer_sources[m, layer] = sources
+                    call.noted_buffers[m, layer] = noted
         facts = call.facts[layer]
         if facts.writes_input is not False:
             for leaf in live.leaves:
@@ -358,7 +362,7 @@ class StageJob:
                 notes=will_recompute and m == call.num_microbatch - 1,
                 timed=self.probe.forward(m, layer, recomputing),
                 hooks=layer_call.saved_tensors(facts, will_recompute, saved),
-                undo=lambda: buffers.load(sources),
+                undo=lambda: buffers.load(noted),
                 hands_on=not recomputing and not self._goes_to_loss(layer),
             )
             buffers.note_silent_writes()
