@@ -88,6 +88,7 @@ class Run:
         else:
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad()
+        self.scheduler.step()  # here, for the optimizer reads its rates when the step runs
 
     def train(self, steps: int) -> Run:
         for _ in range(steps):
@@ -112,9 +113,10 @@ class Run:
                 self.model.step(self.update, is_async)
             if self.scaler is not None:
                 self.scaler.update(is_async=is_async)
-            with warnings.catch_warnings():  # the step has been dispatched, but may not have begun
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                self.scheduler.step()
+            if self.how in COMPACT:  # a compact step has read them at its call
+                with warnings.catch_warnings():  # the step has been dispatched, but may not have begun
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    self.scheduler.step()
         return self
 
     def save(self, directory: Path, **options: Any) -> roundpipe.checkpoint.SaveHandle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 
@@ -34,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if REQUIRE_CUDA and item.get_closest_marker("needs_cuda") and not torch.cuda.is_available():
         pytest.fail("ROUNDPIPE_REQUIRE_CUDA=1, but torch sees no GPU")
+    torch.manual_seed(0)  # or what a test draws would go by the tests before it
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -159,7 +159,7 @@ def test_what_is_waited_for_is_written_next(tmp_path: Path, writer: Writer) -> N
     run.model.synchronize()
     writer.stop_at(0)
     handle = run.save(tmp_path / "a")
-    writer.while_stopped(lambda: run.train(1))
+    writer.while_stopped(lambda: (run.train(1), run.model._state.drain()))
     handle.wait()
     layers = [name.rpartition("/")[2].partition(".")[0] for name in writer.order]
     layers = [layer for layer, before in zip(layers, [None, *layers], strict=False) if layer != before]
