@@ -167,6 +167,12 @@ ARCHITECTURES = [
         packs=False,
     ),
     A("OPT", "OPTConfig", dict(FEW, ffn_dim=48, word_embed_proj_dim=32, pad_token_id=1), packs=False),
+    A(
+        "OPT with narrow embeddings",
+        "OPTConfig",
+        dict(FEW, ffn_dim=48, word_embed_proj_dim=16, pad_token_id=1, do_layer_norm_before=False),
+        packs=False,
+    ),
     A("Cohere", "CohereConfig", dict(SIZES, logit_scale=0.25)),
     A("Cohere 2", "Cohere2Config", dict(SIZES, sliding_window=4)),
     A("StarCoder 2", "Starcoder2Config"),

@@ -151,6 +151,9 @@ class BlockTraits:
     kinds: tuple[type, ...] = ()
     """Each block's class (a trunk may ask which one it is)."""
 
+    embedding_width: int | None = None
+    """Of the embeddings that the trunk takes, None if it is the hidden state's (a trunk may project them)."""
+
     def __len__(self) -> int:
         return len(self.attributes)
 
@@ -159,7 +162,9 @@ class BlockTraits:
         return hidden if self.tuple_length is None else (hidden, *[None] * (self.tuple_length - 1))
 
 
-def block_traits(blocks: Iterable[nn.Module], tuple_length: int | None) -> BlockTraits:
+def block_traits(
+    blocks: Iterable[nn.Module], tuple_length: int | None, embedding_width: int | None = None
+) -> BlockTraits:
     """The traits of these blocks; holds none of their modules, parameters and buffers."""
     attributes, kinds = [], []
     for block in blocks:
@@ -167,7 +172,7 @@ def block_traits(blocks: Iterable[nn.Module], tuple_length: int | None) -> Block
         plain = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         plain.pop("training", None)
         attributes.append({k: v for k, v in plain.items() if not isinstance(v, (Tensor, nn.Module)) and k != "forward"})
-    return BlockTraits(tuple(attributes), tuple_length, tuple(kinds))
+    return BlockTraits(tuple(attributes), tuple_length, tuple(kinds), embedding_width)
 
 
 class Stub(nn.Module):
@@ -255,8 +260,10 @@ def run_after_last_block(
 ) -> Any:
     """Runs what the forward of `root` does behind its last block, on the hidden state that block returned.
 
-    The forward needs some input to start from; it gets the hidden state as embeddings, and the stubs forget what became
-    of that. Detached, so that nothing before the blocks enters the graph. `on_block(index)` runs in each block's place.
+    The forward needs some input to start from; it gets the hidden state as embeddings, or zeros where those are of
+    another width, and the stubs forget what became of that. Detached, so that nothing before the blocks enters the
+    graph.
+    `on_block(index)` runs in each block's place.
     """
 
     def on_call(index: int, args: tuple, kwargs: dict[str, Any]):
@@ -264,7 +271,10 @@ def run_after_last_block(
         return traits.result(hidden)
 
     version = hidden._version
-    output = graft(root, path, stub_list(traits, on_call))(inputs_embeds=hidden.detach(), **kwargs)
+    embeddings = hidden.detach()
+    if traits.embedding_width not in (None, hidden.shape[-1]):
+        embeddings = hidden.new_zeros(*hidden.shape[:-1], traits.embedding_width)
+    output = graft(root, path, stub_list(traits, on_call))(inputs_embeds=embeddings, **kwargs)
     if hidden._version != version:
         raise NotImplementedError(
             f"{type(root).__name__}.forward writes its input embeddings in place; such trunks cannot be streamed"

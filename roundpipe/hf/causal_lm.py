@@ -53,7 +53,7 @@ def causal_lm_to_sequential(model: nn.Module) -> nn.Sequential:
     blocks = model.get_submodule(".".join(path))
     with _unfollowable_is_not_implemented(model):
         before, after, hidden, tuple_length = _probe(model, path, blocks)
-        traits = block_traits(blocks, tuple_length)
+        traits = block_traits(blocks, tuple_length, _embedding_width(model))
         in_head = _probe_head(model, path, traits, hidden)
     trunk = model.get_submodule(".".join(path[:-1]))
     collects = router_logits.can_collect(trunk)
@@ -168,6 +168,12 @@ def _probe(
             "block can be streamed"
         )
     return before, after, hidden, tuple_length
+
+
+def _embedding_width(model: nn.Module) -> int | None:
+    """Of the embeddings that the model's forward takes, if its embedding says so."""
+    width = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    return width if isinstance(width, int) else None
 
 
 def _probe_head(model: nn.Module, path: Child, traits: BlockTraits, hidden: torch.Tensor) -> set[Child]:
