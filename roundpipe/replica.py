@@ -151,7 +151,8 @@ class LayerReplica:
         self._moved: dict[int, Any] = self._twins
         self._origins: dict[int, Any]
         self._compiled: dict[int, tuple[Any, Rebound]] = {}
-        self._forwards: dict[int, types.MethodType | None] = {}  # of compiled modules, by id of the host's
+        # Of compiled modules, by id of the host's: its class's, and what the skeleton has for it.
+        self._forwards: dict[int, tuple[Any, types.MethodType | None]] = {}
         self._nodes = []
         root = self._make(self.layer)
         self._origins = {id(twin): module for module, twin in self._nodes}
@@ -233,9 +234,15 @@ class LayerReplica:
     def _pull_forwards(self) -> None:
         """Compiled modules have a ``forward`` with code of its own, unless the host's module has one itself."""
         for index, (module, twin) in enumerate(self._nodes):
-            forward = self._forwards.get(id(module))
-            if forward is not None and "forward" not in self._given[index]:
-                self._given[index]["forward"] = twin.__dict__["forward"] = forward
+            known = self._forwards.get(id(module))
+            if known is None or "forward" in self._given[index]:
+                continue
+            function = getattr(type(module), "forward", None)
+            if known[0] is not function:  # the first time, or the class was given another
+                known = function, own_forward(module, twin, self._parameters.codes)
+                self._forwards[id(module)] = known
+            if known[1] is not None:
+                self._given[index]["forward"] = twin.__dict__["forward"] = known[1]
 
     def push(self, noted: Attributes | None = None) -> None:
         """Writes back the plain attributes that the forward assigned or deleted; into ``noted`` too, for the next.
@@ -278,9 +285,8 @@ class LayerReplica:
             if known is None:  # once: what it compiles is kept with it
                 codes = self._parameters.codes
                 known = self._compiled[id(value)] = (value, rebound(value, self._twins, codes))
-                entered = known[1].module
-                if entered is not None:
-                    self._forwards[id(entered)] = own_forward(entered, self._twins[id(entered)], codes)
+                if known[1].module is not None:
+                    self._forwards.setdefault(id(known[1].module), (None, None))
             return known[1].function
         return self._exchanged(value, self._moved)
 

@@ -273,7 +273,7 @@ def test_nothing_of_ours_is_compiled(grain: str) -> None:
     assert backend.graphs == 0
 
 
-def test_a_forward_of_its_own_on_the_host_comes_first_and_none_is_left_there() -> None:
+def test_a_forward_of_its_own_on_the_host_comes_first_and_none_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     roundpipe.use_devices("host:2")
     layers = [Square(4) for _ in range(3)]
@@ -291,6 +291,8 @@ def test_a_forward_of_its_own_on_the_host_comes_first_and_none_is_left_there() -
         del layers[1].forward
         want = layers[2].linear(layers[1].linear(layers[0].linear(x).tanh()).tanh()).tanh()
         oracle.assert_close_to_scale(wrapped(x), want, "output")
+        monkeypatch.setattr(Square, "forward", lambda self, value: value * 2.0)  # as libraries of kernels do
+        assert torch.equal(wrapped(x), x * 8.0)
 
 
 def test_the_loss_is_compiled_for_each_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,3 +218,53 @@ print(torch.cuda.max_memory_reserved(0), torch.cuda.max_memory_reserved(1))
 def test_plans_fit_the_gpu_with_the_least_memory() -> None:
     reserved = [int(n) for n in in_a_process(UNEVEN, CUDA_VISIBLE_DEVICES="0,1").split()]
     assert 0 < reserved[1] <= 3 << 30
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+@pytest.mark.parametrize("devices", SEVERAL)
+def test_compiled_layers_stay_compiled_on_every_gpu(devices: str, how: str) -> None:
+    """Guards on the index of the device take compilations of their own, more than PyTorch allows one code object."""
+    torch._dynamo.reset()
+    runs = [0]
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        def run(*args: torch.Tensor) -> object:
+            runs[0] += 1
+            return graph(*args)
+
+        return run
+
+    def compiled() -> nn.Module:
+        block = Block()
+        if how == "in place":
+            block.compile(backend=backend, fullgraph=True)
+            return block
+        return torch.compile(block, backend=backend, fullgraph=True)  # type: ignore[return-value]
+
+    roundpipe.use_devices(devices)
+    torch.manual_seed(0)
+    layers = [compiled() for _ in range(3)]
+    plain = nn.Sequential(*(copy.deepcopy(getattr(layer, "_orig_mod", layer)) for layer in layers))
+    for block in plain:
+        block._compiled_call_impl = None
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(3))
+    iterations = max(2, len(roundpipe.devices()))  # every layer on every device
+    with torch._dynamo.config.patch(recompile_limit=2):  # with a graph at its input and without
+        for seed in range(iterations):
+            torch.manual_seed(seed)
+            x = torch.randn(4, 16)
+            wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().sum(), run_config=config)
+            plain(x).square().sum().backward()
+        wrapped.synchronize()
+    assert runs[0] == iterations * 2 * 5
+    oracle.assert_same_gradients(nn.Sequential(*(getattr(layer, "_orig_mod", layer) for layer in layers)), plain)
