@@ -24,6 +24,9 @@ from roundpipe.stage_search import Part, StageLists
 
 __all__ = ["best_plans", "check_number", "check_positive", "fits", "iteration_ms", "stage_limit"]
 
+_BYTES_NOT_GB = 1e6
+"""No device has a petabyte."""
+
 DEFAULT_MEMORY_SHARE = 0.6
 """Share of the smallest device that a plan may fill with weights and gradients; activations get the rest."""
 
@@ -114,6 +117,10 @@ def stage_limit(
         limit = check_number("model_memory_limit", limit_gb, 0.0) * 1e9
         if limit == 0:
             raise ConfigError("model_memory_limit: got 0 GB, expected more")
+        if limit_gb >= _BYTES_NOT_GB:
+            raise ConfigError(
+                f"model_memory_limit: got {limit_gb:g} GB, expected GB, not bytes; perhaps {limit_gb / 1e9:g}"
+            )
     else:
         known = [memory for memory in memories if memory]
         if not known:

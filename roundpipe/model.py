@@ -206,6 +206,11 @@ class RoundPipe(nn.Module):
             raise ConfigTypeError(
                 f"step(step_fn=...): got {type(step_fn).__name__}, expected a callable or an optimizer made for this "
                 "model by roundpipe.optim.AdamW(model, ...) or its like"
+                + (
+                    ". Call model.step(optimizer.step) with another"
+                    if isinstance(step_fn, torch.optim.Optimizer)
+                    else ""
+                )
             )
         with self._entered(), spans.span("call", "step"):
             self._state.step((lambda: step_fn(*args, **kwargs)) if args or kwargs else step_fn, is_async)

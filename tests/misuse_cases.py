@@ -351,6 +351,8 @@ case(
 )
 case("auto_limit", ValueError, "model_memory_limit",
      lambda w: ModelExecutePlan.auto("fused", w.model, model_memory_limit=-1))  # fmt: skip
+case("auto_limit_bytes", ValueError, "got 8e+09 GB, expected GB, not bytes; perhaps 8",
+     lambda w: ModelExecutePlan.auto("fused", w.model, model_memory_limit=8e9))  # fmt: skip
 case("auto_limit_text", TypeError, "model_memory_limit",
      lambda w: ModelExecutePlan.auto("fused", w.model, model_memory_limit="2GB"))  # fmt: skip
 
@@ -415,6 +417,7 @@ def _raises() -> None:
 
 
 case("step_number", TypeError, "step_fn", lambda w: w.model.step(3))
+case("step_torch_optimizer", TypeError, "model.step(optimizer.step)", lambda w: w.model.step(w.optimizer))
 case("step_optimizer", TypeError, "step_fn", lambda w: w.model.step(None))
 case("step_nothing", TypeError, "step_fn", lambda w: w.model.step())
 case("step_is_async", TypeError, "is_async", lambda w: w.model.step(w.update, "no"))
