@@ -12,8 +12,9 @@ Note [Code of one's own]
   shapes. Layers that are alike share it, and with it what was compiled.
 
   A compiled module is entered by its ``__call__``, whose frames are PyTorch's and are left alone: what is compiled is
-  the frame of ``forward`` inside. There the copy becomes the skeleton's own ``forward``. Frames of other modules and
-  functions that are compiled one by one around a graph break keep their shared code.
+  the frame of ``forward`` inside. There the copy becomes the skeleton's own ``forward``. In the same way skeletons have
+  methods of their own where a class has compiled one, and those of layers that are alike have one function. Frames of
+  other modules and functions that are compiled one by one around a graph break keep their shared code.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class DeviceCodes:
 
     def __init__(self) -> None:
         self._copies: weakref.WeakValueDictionary[Any, types.CodeType] = weakref.WeakValueDictionary()
+        self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
     def own(self, function: Callable[..., Any], kind: Any = None) -> types.FunctionType:
         """``function`` with the code that this device has for layers of this kind."""
@@ -76,17 +78,33 @@ class DeviceCodes:
         own.__dict__.update(function.__dict__)
         return own
 
+    def compiled(self, function: Any, kind: Any) -> Any:
+        """The like of ``function``, which was compiled as a method of a class, for layers of this kind; None: it cannot
+        be made again, and serves all devices.
+        """
+        key = (function, kind)
+        made = self._compiled.get(key)
+        if made is None:
+            context, plain = _cell(function, "self"), function._torchdynamo_orig_callable
+            if not callable(context) or not isinstance(plain, types.FunctionType):
+                return None
+            _leave_uncompiled()
+            made = self._compiled[key] = context(self.own(plain, kind))
+        return made
+
 
 @dataclass
 class Rebound:
     """
     Attributes:
         function: for the skeletons.
-        module: the host's module whose ``forward`` is compiled when ``function`` runs; None: another frame is.
+        module: the host's module that it is bound to; None: to none.
+        enters: it is the module's call, and what is compiled when it runs is the frame of its ``forward``.
     """
 
     function: Any
     module: nn.Module | None = None
+    enters: bool = False
 
 
 def rebound(compiled: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -> Rebound:
@@ -99,8 +117,8 @@ def rebound(compiled: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -
         ConfigError: this version of PyTorch keeps such functions in a way that we do not know.
     """
     function = compiled._torchdynamo_orig_callable
-    moved, module = _moved(function, twins, codes)
-    if moved is function:
+    found = _moved(function, twins, codes)
+    if found.module is None:
         return Rebound(compiled)
     context = _cell(compiled, "self")
     if context is None or not callable(context):
@@ -109,7 +127,7 @@ def rebound(compiled: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -
             "device; compile the layer as a whole (torch.compile(layer) or layer.compile()), or leave compiling out."
         )
     _leave_uncompiled()
-    return Rebound(context(moved), module)
+    return Rebound(context(found.function), found.module, found.enters)
 
 
 def own_forward(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> types.MethodType | None:
@@ -118,6 +136,21 @@ def own_forward(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> types
     if not isinstance(function, types.FunctionType):
         return None
     return types.MethodType(codes.own(function, kind_of(module)), twin)
+
+
+def compiled_methods(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> dict[str, tuple[Any, types.MethodType]]:
+    """Methods that the class of ``module`` has compiled, by name: the class's function, and the skeleton's method."""
+    found: dict[str, Any] = {}
+    for cls in reversed(type(module).__mro__):
+        if cls in (nn.Module, object):
+            continue
+        found |= {name: value for name, value in vars(cls).items() if is_compiled(value)}
+    made = {name: (function, codes.compiled(function, kind_of(module))) for name, function in found.items()}
+    return {
+        name: (function, types.MethodType(one, twin))
+        for name, (function, one) in made.items()
+        if one is not None and getattr(type(module), name, None) is function
+    }
 
 
 def kind_of(module: nn.Module) -> Any:
@@ -145,28 +178,28 @@ def _constants(module: nn.Module) -> dict[str, str]:
     return {key: repr(v) for key, v in vars(module).items() if isinstance(v, plain) and key != "training"}
 
 
-def _moved(function: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -> tuple[Any, nn.Module | None]:
-    """``function`` for the skeletons, or itself, and what ``Rebound.module`` is for it."""
+def _moved(function: Any, twins: Mapping[int, nn.Module], codes: DeviceCodes) -> Rebound:
+    """What was compiled for the skeletons, before it is compiled for them."""
     if isinstance(function, types.MethodType):
         module, method = function.__self__, function.__func__
         twin = twins.get(id(module))
         if twin is None or not isinstance(module, nn.Module):
-            return function, None
+            return Rebound(function)
         if method in _ENTRIES or not isinstance(method, types.FunctionType):
-            return types.MethodType(method, twin), module
-        return types.MethodType(codes.own(method, kind_of(module)), twin), None
+            return Rebound(types.MethodType(method, twin), module, enters=True)
+        return Rebound(types.MethodType(codes.own(method, kind_of(module)), twin), module)
     inner = _cell(function, "fn")  # PyTorch's own frame around a module of torch.nn, or a method of one
     module = inner.__self__ if isinstance(inner, types.MethodType) else inner
     twin = twins.get(id(module))
     if twin is None or not isinstance(module, nn.Module):
-        return function, None
+        return Rebound(function)
     moved = types.MethodType(inner.__func__, twin) if isinstance(inner, types.MethodType) else twin
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return moved(*args, **kwargs)
 
-    return codes.own(call, kind_of(module)), None
+    return Rebound(codes.own(call, kind_of(module)), module)
 
 
 def _cell(function: Any, name: str) -> Any:

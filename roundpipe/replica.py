@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from . import held
-from .compiled import DeviceCodes, Rebound, is_compiled, own_forward, rebound
+from .compiled import DeviceCodes, Rebound, compiled_methods, is_compiled, own_forward, rebound
 from .errors import ConfigError, RoundPipeError
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ def _run_hooks(host: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
 
 def _other(value: Any, others: dict[int, Any]) -> Any:
     if isinstance(value, types.MethodType):
-        owner = others.get(id(value.__self__))
-        return value if owner is None else types.MethodType(value.__func__, owner)
+        owner = others.get(id(value.__self__))  # where it is no skeleton, its class does not have the method
+        return value if type(owner) is not type(value.__self__) else types.MethodType(value.__func__, owner)
     return others.get(id(value), value) if isinstance(value, _MOVES) else value
 
 
@@ -153,10 +153,17 @@ class LayerReplica:
         self._compiled: dict[int, tuple[Any, Rebound]] = {}
         # Of compiled modules, by id of the host's: its class's, and what the skeleton has for it.
         self._forwards: dict[int, tuple[Any, types.MethodType | None]] = {}
+        # Of classes that have compiled methods, by index of the node and name.
+        self._methods: dict[int, dict[str, tuple[Any, types.MethodType]]] = {}
         self._nodes = []
         root = self._make(self.layer)
         self._origins = {id(twin): module for module, twin in self._nodes}
         self._given = [{} for _ in self._nodes]
+        self._methods = {
+            index: methods
+            for index, (module, twin) in enumerate(self._nodes)
+            if (methods := compiled_methods(module, twin, self._parameters.codes))
+        }
         return root
 
     def _make(self, module: nn.Module) -> nn.Module:
@@ -228,6 +235,11 @@ class LayerReplica:
                 del own[name]
             own.update(given)
             self._given[index] = given
+        for index, methods in self._methods.items():
+            module, twin = self._nodes[index]
+            for name, (function, method) in methods.items():
+                if name not in self._given[index] and getattr(type(module), name, None) is function:
+                    self._given[index][name] = twin.__dict__[name] = method
         if self._forwards:
             self._pull_forwards()
 
@@ -285,7 +297,7 @@ class LayerReplica:
             if known is None:  # once: what it compiles is kept with it
                 codes = self._parameters.codes
                 known = self._compiled[id(value)] = (value, rebound(value, self._twins, codes))
-                if known[1].module is not None:
+                if known[1].enters:
                     self._forwards.setdefault(id(known[1].module), (None, None))
             return known[1].function
         return self._exchanged(value, self._moved)

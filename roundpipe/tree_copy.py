@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from .compiled import DeviceCodes
 from .errors import ConfigError
 from .replica import LayerReplica
 
 
 class _HostParameters:
     """In the place of a device's parameters: the host's own."""
+
+    def __init__(self) -> None:
+        self.codes = DeviceCodes()
 
     def get(self, host: nn.Parameter) -> nn.Parameter:
         return host
@@ -65,8 +68,3 @@ class TreeCopy(LayerReplica):
             more = self._attributes.get(id(module), {})
             twin.__dict__.update(more)
             given.update(more)
-
-    def _rebind(self, value: Any) -> Any:
-        if isinstance(value, types.MethodType) and id(value.__self__) in self._replacements:
-            return value  # of a class that the replacement is not
-        return super()._rebind(value)

@@ -178,6 +178,23 @@ def compiled_layer(how: str, width: int, backend: Any, fullgraph: bool) -> nn.Mo
     return torch.compile(layer, backend=backend, fullgraph=fullgraph)  # type: ignore[return-value]
 
 
+def decorated(backend: Any, fullgraph: bool) -> type[nn.Module]:
+    class Decorated(Square):
+        @torch.compile(backend=backend, fullgraph=fullgraph)
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).tanh()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.plain(x)
+
+    class DecoratedForward(Square):
+        @torch.compile(backend=backend, fullgraph=fullgraph)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.linear(x).tanh()
+
+    return DecoratedForward if fullgraph else Decorated
+
+
 WAYS = ["torch.nn", "wrapper", "in place", "method"]
 LIMIT = 3
 MORE = 5
@@ -191,12 +208,15 @@ def limited() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("how", "fullgraph"), [(how, how != "method") for how in WAYS])
+@pytest.mark.parametrize(
+    ("how", "fullgraph"), [*((how, how != "method") for how in WAYS), ("class", False), ("class", True)]
+)
 @pytest.mark.usefixtures("limited")
 def test_layers_of_many_widths_stay_compiled_on_many_devices(how: str, fullgraph: bool) -> None:
     roundpipe.use_devices("host:12")
     backend, widths = Counts(), range(2, 2 + MORE)
-    layers = [nn.Sequential(compiled_layer(how, w, backend, fullgraph), nn.Linear(w, w + 1)) for w in widths]
+    make = decorated(backend, fullgraph) if how == "class" else lambda w: compiled_layer(how, w, backend, fullgraph)
+    layers = [nn.Sequential(make(w), nn.Linear(w, w + 1)) for w in widths]
     wrapped = RoundPipe(nn.Sequential(*layers))
     config = RoundPipeRunConfig(num_microbatch=2, execute_plan=one_layer_stages(MORE))
     jobs = 2 * MORE - 1
@@ -228,21 +248,24 @@ def test_each_device_has_its_own_count_of_compilations(how: str) -> None:
         twin.plain = types.MethodType(SquareMethod.plain, twin)  # type: ignore[assignment]
         codes = DeviceCodes()
         found = rebound(module.__dict__[name], {id(host): twin}, codes)
-        if found.module is not None:
-            assert found.module is host
+        assert found.module is host
+        if found.enters:
             twin.forward = own_forward(host, twin, codes)  # type: ignore[assignment]
         x = torch.randn(2, width)
         assert torch.equal(found.function(x), twin.linear(x).tanh() if isinstance(twin, Square) else twin(x))
     assert backend.graphs == backend.runs == MORE
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", [*WAYS, "class", "class, inside a compiled one"])
 def test_layers_that_are_alike_are_compiled_once_a_device(how: str) -> None:
     torch._dynamo.reset()
     roundpipe.use_devices("host:1")
     backend = Counts()
-    layers = [compiled_layer(how, 4, backend, True) for _ in range(5)]
-    if how != "torch.nn":
+    kind = decorated(backend, True)
+    layers = [kind(4) if how.startswith("class") else compiled_layer(how, 4, backend, True) for _ in range(5)]
+    if "inside" in how:
+        layers = [torch.compile(nn.Sequential(layer), backend=backend, fullgraph=True) for layer in layers]  # type: ignore[misc]
+    if how != "torch.nn" and "inside" not in how:
         for number, layer in enumerate(layers):  # as models of transformers number theirs
             layer.layer_idx = number  # type: ignore[assignment]
     wrapped = RoundPipe(nn.Sequential(*layers))
@@ -251,6 +274,32 @@ def test_layers_that_are_alike_are_compiled_once_a_device(how: str) -> None:
             wrapped(torch.randn(4, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
     assert backend.graphs == 1
     assert backend.runs == 2 * 2 * len(layers)
+
+
+def test_a_compiled_method_of_a_class_follows_its_class_and_its_modules() -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    torch.manual_seed(0)
+    kind = decorated("eager", True)
+    layers = [kind(4) for _ in range(3)]
+    wrapped, x = RoundPipe(nn.Sequential(*layers)), torch.randn(4, 4)
+    plain = nn.Sequential(*(plain_square(layer) for layer in layers))
+    got = wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().sum())
+    want = plain(x).square().sum()
+    want.backward()
+    oracle.assert_close_to_scale(got, want.detach(), "loss")
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain)
+    assert all("forward" not in layer.__dict__ for layer in layers)
+    kind.forward = lambda self, value: value * 2.0  # type: ignore[method-assign, assignment]
+    with torch.no_grad():
+        assert torch.equal(wrapped(x), x * 8.0)
+
+
+def plain_square(layer: nn.Module) -> nn.Module:
+    made = Square(4)
+    made.load_state_dict(layer.state_dict())
+    return made
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
@@ -354,3 +403,46 @@ def test_a_wrapped_model_inside_a_compiled_one(wrap: Callable[[nn.Module], nn.Mo
     outer.body.synchronize()  # type: ignore[operator, union-attr]
     for mine, other in zip([*outer.head.parameters(), *outer.body.model.parameters()], plain.parameters(), strict=True):  # type: ignore[union-attr]
         oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")
+
+
+class HoldsCompiled(nn.Module):
+    """A part that is streamed, and beside it modules and methods of the forward's own that are compiled."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.body = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+        self.small = decorated(backend, True)(4)
+        self.other = Square(4)
+        self.calls = [self.body.forward, self.scale]
+        self.other.compile(backend=backend)
+        self.scaled = torch.compile(self.scale, backend=backend)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.calls[1](self.scaled(self.other(self.small(self.body(x)))))
+
+
+def test_modules_of_a_forward_of_the_users_own_stay_compiled() -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    backend = Counts()
+    model, plain = HoldsCompiled(backend), HoldsCompiled("eager")
+    wrapped = wrap_model_to_roundpipe(
+        model, lower_threshold=1, upper_threshold=0, skip_modules=(model.small, model.other)
+    )
+    assert isinstance(wrapped, AutoRoundPipe)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 4)
+        got, want = wrapped(x), plain(x)
+        oracle.assert_close_to_scale(got.detach(), want.detach(), "output")
+        got.square().sum().backward()
+        want.square().sum().backward()
+    wrapped.synchronize()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")
+    assert backend.graphs >= 3 and backend.runs == 2 * 3
