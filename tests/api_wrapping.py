@@ -140,7 +140,7 @@ def an_auto_roundpipe_has_no_forward_backward() -> None:
 
 
 def _streamed(wrapped: Any) -> set[str]:
-    return set(wrapped._places)
+    return set(wrapped._parts)
 
 
 @row
