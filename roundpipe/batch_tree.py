@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from roundpipe.chunk_spec import is_spec
@@ -92,6 +93,11 @@ def _level(tree: Any) -> _Level | None:
 
 
 def _walk(tree: Any, name: str, spec: Any) -> Iterator[Leaf]:
+    if isinstance(tree, PackedSequence):
+        raise SplitError(
+            f"{name} is a PackedSequence, whose rows lie mixed and whose batch sizes must stay on the CPU, so it can "
+            "be neither cut nor moved to a device. Give the padded tensor and the lengths, and pack inside of a layer."
+        )
     level = _level(tree)
     if level is None:
         if spec is not None and not is_spec(spec):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import os
 import queue
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from . import _ops
 from .devices import DeviceSpec, active_spec, devices
-from .errors import DeviceOutOfMemory, RoundPipeError, StallError
+from .errors import ConfigError, DeviceOutOfMemory, RoundPipeError, StallError
 from .live_memory import BesideCompiledCode, LiveMemory
 from .replica import DeviceParameters, LayerReplica
 
@@ -150,6 +151,7 @@ class Engine:
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
+        _stall_seconds()  # refused here, and not in the first wait
         found = devices()
         check = os.environ.get("ROUNDPIPE_CHECK", "0") == "1" and spec.kind == "host"
         self.handle = _ops.engine_open(spec.kind, [d.ordinal for d in found], spec.memory_limit_bytes or 0, check)
@@ -246,6 +248,19 @@ class Engine:
             self.ended = True
 
 
+def _stall_seconds() -> float:
+    said = os.environ.get("ROUNDPIPE_STALL_SECONDS", "600")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ConfigError(
+            f"ROUNDPIPE_STALL_SECONDS is {said!r}, expected seconds above 0; unset it for the default, 600"
+        )
+    return seconds
+
+
 class Watchdog:
     """Turns a wait without any progress into an error that shows the counters."""
 
@@ -253,7 +268,7 @@ class Watchdog:
         self.engine = engine
         self.what = what
         self.dump = dump
-        self.limit_s = float(os.environ.get("ROUNDPIPE_STALL_SECONDS", "600"))
+        self.limit_s = _stall_seconds()
         self._seen = -1
         self._since = time.monotonic()
 

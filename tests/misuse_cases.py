@@ -222,6 +222,10 @@ def _waits(w: World) -> Callable[[Any, Any], torch.Tensor]:
     return loss
 
 
+def _packed_sequence() -> Any:
+    return nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+
+
 def _layer_that(does: Callable[[torch.Tensor], Any]) -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -255,6 +259,10 @@ case("args_of_two_sizes", SplitError, "args[1]", lambda w: w.train((w.x, torch.r
 case("args_sparse", ValueError, "layout", lambda w: w.train((w.x.to_sparse(),)))
 case("args_meta", ValueError, "meta", lambda w: w.train((w.x.to("meta"),)))
 case("args_dataclass", SplitError, "register_pytree_node", lambda w: w.train((Hidden(w.x),)))
+case("args_packed_sequence", SplitError, "pack inside of a layer", lambda w: w.train((_packed_sequence(),)))
+case("args_packed_sequence_whole", SplitError, "pack inside of a layer",
+     lambda w: w.train((_packed_sequence(),), run_config=Config(num_microbatch=1)))  # fmt: skip
+case("label_packed_sequence", SplitError, "label is a PackedSequence", lambda w: w.train(label=_packed_sequence()))
 case("label_of_another_size", SplitError, "label", lambda w: w.train(label=torch.randn(7, 2)))
 case("label_dataclass", SplitError, "register_pytree_node", lambda w: w.train(label=Hidden(w.y)))
 case("loss_fn_number", TypeError, "loss_fn", lambda w: w.train(loss_fn=3))

@@ -15,7 +15,7 @@ import roundpipe
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 from roundpipe.call import Call
-from roundpipe.errors import DeviceOutOfMemory, HostOutOfMemory, RoundPipeError, StageError
+from roundpipe.errors import ConfigError, DeviceOutOfMemory, HostOutOfMemory, RoundPipeError, StageError
 from roundpipe.stage_job import StageJob
 
 from . import oracle
@@ -404,3 +404,21 @@ def test_a_layer_that_computes_with_the_weights_of_another_stage() -> None:
     )
     wrapped.synchronize()
     assert wrapped.model[0].linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("said", ["soon", "", "0", "-3", "nan"])
+def test_a_stall_limit_that_is_no_number_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    roundpipe.use_devices("host:2")
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(4, 4)
+    wrapped = RoundPipe(net, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    with torch.no_grad():
+        want = wrapped(x)
+        with monkeypatch.context() as patched:
+            patched.setenv("ROUNDPIPE_STALL_SECONDS", said)
+            roundpipe.use_devices("host:1")
+            with pytest.raises(ConfigError, match=f"ROUNDPIPE_STALL_SECONDS is '{said}', expected seconds above 0"):
+                wrapped(x)
+        oracle.assert_close_to_scale(wrapped(x), want, "output")

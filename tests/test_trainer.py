@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -257,6 +258,12 @@ def test_arguments_against_streaming_are_refused(tmp_path, options, message):
         setattr(args, name, value)
     with pytest.raises(ConfigError, match=message):
         roundpipe.hf.RoundPipeTrainer(model=LLAMA.make(), args=args)
+
+
+def test_without_transformers_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "roundpipe\[hf\]"'):
+        from roundpipe.hf import RoundPipeTrainer  # noqa: F401
 
 
 def test_an_optimizer_of_the_host_weights_is_refused(tmp_path):

@@ -12,6 +12,12 @@ __all__ = ["RoundPipeTrainer", "causal_lm_to_sequential", "is_causal_lm"]
 
 def __getattr__(name: str) -> Any:
     if name == "RoundPipeTrainer":  # importing transformers' own takes seconds
+        try:
+            import transformers  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                'RoundPipeTrainer needs transformers and accelerate: pip install "roundpipe[hf]"'
+            ) from error
         from roundpipe.hf.trainer import RoundPipeTrainer
 
         return RoundPipeTrainer
