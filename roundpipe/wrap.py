@@ -98,6 +98,8 @@ def _overridden(config: RoundPipeRunConfig | None, own: RoundPipeRunConfig | Non
 
 
 def _checked_modules(what: str, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    if not isinstance(modules, Iterable):
+        raise ConfigTypeError(f"{what}: got a single {type(modules).__name__}, expected several; write [module]")
     found = list(modules)
     for module in found:
         if not isinstance(module, nn.Module):

@@ -147,6 +147,10 @@ case("auto_wrap_wrapped", ValueError, "already wrapped", lambda w: wrap_model_to
 case("auto_wrap_lower", ValueError, "lower_threshold", lambda w: wrap_model_to_roundpipe(nn.Linear(2, 2), None, -1))
 case("auto_wrap_upper", TypeError, "upper_threshold",
      lambda w: wrap_model_to_roundpipe(nn.Linear(2, 2), upper_threshold="big"))  # fmt: skip
+case("auto_wrap_skips_one", TypeError, "write [module]",
+     lambda w: wrap_model_to_roundpipe(nn.Linear(2, 2), skip_modules=nn.Linear(2, 2)))  # fmt: skip
+case("auto_wrap_skips_names", TypeError, "expected modules",
+     lambda w: wrap_model_to_roundpipe(nn.Linear(2, 2), skip_modules=["head"]))  # fmt: skip
 case("auto_wrap_no_preset", NotImplementedError, "no preset",
      lambda w: wrap_model_to_roundpipe(nn.Linear(2, 2), use_sequential_preset=True))  # fmt: skip
 case("auto_wrap_compiled", ValueError, "torch.compile",
