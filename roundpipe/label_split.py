@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.batch_tree import Leaf, leaves, reject_hidden_tensors, structure
+from roundpipe.call_site import caller_level
 from roundpipe.chunk_spec import is_replicate
 from roundpipe.errors import SplitError
 from roundpipe.leaf_split import REMEDY, check_list, divide, explicit_dim, is_automatic, rows_of
 from roundpipe.packed import RoundPipePackedData
 
 __all__ = ["split_label"]
+
+
+def _warn_of_gradients(found: Sequence[Leaf]) -> None:
+    for leaf in found:
+        values = leaf.value if isinstance(leaf.value, RoundPipePackedData) else [leaf.value]
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+            warnings.warn(
+                f"{leaf.name} requires grad, but no gradient reaches a label. Make it under torch.no_grad() or detach "
+                "it; if it is to get one, give it to the model as an argument and let the last layer hand it on.",
+                stacklevel=caller_level(),
+            )
+            return
 
 
 def split_label(
@@ -34,6 +49,7 @@ def split_label(
     """
     found = leaves(label, "label", None if callable(spec) and not is_replicate(spec) else spec)
     reject_hidden_tensors(found)
+    _warn_of_gradients(found)
     by_function = callable(spec) and not is_replicate(spec) and num_microbatch > 1
     for leaf in found:
         if isinstance(leaf.value, RoundPipePackedData) and len(leaf.value) != num_microbatch and not by_function:

@@ -125,7 +125,7 @@ class RoundPipe(nn.Module):
         Args:
             input_args: positional arguments of the first layer, split into microbatches.
             input_kwargs: keyword arguments of the first layer, likewise.
-            label: a tree, split like the arguments.
+            label: a tree, split like the arguments. No gradient reaches it.
             loss_fn: ``loss_fn(output, label)`` of one microbatch, called on its device; one-element tensor, or a list.
             return_outputs: also give the merged outputs.
             run_config: overrides the model's.

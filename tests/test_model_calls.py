@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -234,5 +235,25 @@ def test_inference_leaves_the_gradients_that_are_shown() -> None:
     both(wrapped, plain, (x,), loss_fn=square)
     with torch.no_grad():
         wrapped(x)
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain)
+
+
+def test_a_label_that_requires_grad_is_not_silent() -> None:
+    teacher, wrapped, plain = RoundPipe(four(1), name="teacher"), RoundPipe(four(), name="student"), four()
+    x = torch.randn(8, 6)
+
+    def distance(out: torch.Tensor, label: Any) -> torch.Tensor:
+        return (out - label["wanted"]).square().mean()
+
+    packed = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    for label in (teacher(x), torch.randn(8, 4, requires_grad=True), teacher(x, roundpipe_run_config=packed)):
+        with pytest.warns(UserWarning, match="label\\['wanted'\\] requires grad") as said:
+            wrapped.forward_backward((x,), label={"wanted": label}, loss_fn=distance, run_config=config())
+        assert said[0].filename == __file__
+    wrapped.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both(wrapped, plain, (x,), label={"wanted": teacher(x).detach()}, loss_fn=distance)
     wrapped.synchronize()
     oracle.assert_same_gradients(wrapped.model, plain)
