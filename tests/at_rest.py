@@ -1,4 +1,5 @@
-"""The moment from which on counters of the process stand still: what others dropped has gone, work has ended."""
+"""When counters of the process stand still, because what others dropped has gone and work has ended; and when those of
+an engine begin anew."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import gc
 import sys
 import threading
 
+import roundpipe
 from roundpipe import engine as engines
 from roundpipe.optimizer_thread import thread as optimizer_thread
 
@@ -45,3 +47,14 @@ def at_rest(collects: bool = True) -> None:
             worker.submit(mark)
         for mark in marks:
             assert mark.reached.wait(PATIENCE_S), "a worker is stuck"
+
+
+def fresh_engine(devices: str) -> engines.Engine:
+    """Opens an engine even if the one that is open has these devices: with peaks and regions that no test before it
+    has made.
+    """
+    at_rest()
+    for spec in ("host:7@1MiB", devices):
+        roundpipe.use_devices(spec)
+        engines.current()
+    return engines.current()

@@ -16,6 +16,8 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe.errors import DeviceOutOfMemory
 
+from .at_rest import fresh_engine
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -52,7 +54,7 @@ def called_operators(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_training_calls_every_operator_of_the_table(called_operators: set[str]) -> None:
     named = operator_table()
     assert len(named) > 10 and named <= schema_names()
-    roundpipe.use_devices("host:2@64MiB")  # not the devices of another test: the engine opens here
+    fresh_engine("host:2@64MiB")
     for grain, pin_model in (("stage", "alloc"), ("layer", "register")):
         wrapped = RoundPipe(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), pin_model=pin_model)
         with roundpipe.OptimizerCtx():

@@ -20,7 +20,7 @@ from roundpipe import engine as engines
 from roundpipe.errors import HostOutOfMemory, RoundPipeError
 from roundpipe.host_advice import remedies
 
-from .at_rest import at_rest
+from .at_rest import at_rest, fresh_engine
 from .plans import one_layer_stages
 from .test_pin_model import (  # noqa: F401 (a fixture)
     PAGEABLE,
@@ -345,8 +345,8 @@ def test_announced_steps_save_what_is_said() -> None:
 def test_fewer_rows_and_fewer_calls_save_what_is_said() -> None:
     peaks, said, gradients = [], [], []
     plan = one_layer_stages(6)
-    for devices, rows, calls in (("host:1", 4096, 1), ("host:1@1GiB", 2048, 2)):
-        roundpipe.use_devices(devices)
+    for rows, calls in ((4096, 1), (2048, 2)):
+        fresh_engine("host:1")
         model = RoundPipe(linears(6))
         for _ in range(calls):
             call(model, rows, execute_plan=plan)

@@ -14,6 +14,7 @@ import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, _ops
 from roundpipe import engine as engines
 
+from .at_rest import fresh_engine
 from .oom_guide import (
     MORE_MICROBATCHES,
     ONE_CALL,
@@ -125,9 +126,8 @@ def test_fewer_rows_a_call_need_less_host_memory_and_give_the_same_gradients() -
     rows = 4096
     x, label = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
     peaks, gradients, states = [], [], []
-    for devices, code in (("host:1", code_once), ("host:1@1GiB", code_twice)):
-        roundpipe.use_devices(devices)  # another engine, so that its peak is this run's
-        # The same stages for both: devices with a limit start with others.
+    for code in (code_once, code_twice):
+        fresh_engine("host:1")  # its peak is this run's
         model = RoundPipe(layers(), model_run_config=RoundPipeRunConfig(execute_plan=one_layer_stages(6)))
         with roundpipe.OptimizerCtx():
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -151,8 +151,8 @@ def test_fewer_rows_a_call_need_less_host_memory_and_give_the_same_gradients() -
 def test_more_microbatches_of_one_batch_cost_no_host_memory() -> None:
     """What is kept for backward goes by rows, not by how they are cut."""
     peaks = []
-    for devices, pieces in (("host:1", 2), ("host:1@1GiB", 16)):
-        roundpipe.use_devices(devices)
+    for pieces in (2, 16):
+        fresh_engine("host:1")
         model = RoundPipe(layers())
         x, label = torch.randn(4096, WIDTH), torch.randn(4096, WIDTH)
         config = RoundPipeRunConfig(num_microbatch=pieces, execute_plan=one_layer_stages(6))
