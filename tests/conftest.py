@@ -9,6 +9,10 @@ import sys
 
 os.environ.setdefault("ROUNDPIPE_CHECK", "1")
 os.environ.setdefault("ROUNDPIPE_STALL_SECONDS", "120")
+# Processes of pytest-xdist share the cores. With as many threads in each as there are cores, every operator waits until
+# the system has run them all: twenty times as long on a machine that does other things as well. Read when torch loads.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(workers))))
 
 from collections.abc import Iterator  # noqa: E402
 

@@ -319,6 +319,7 @@ def test_sum_of_a_window_survives_though_the_next_window_has_begun(monkeypatch: 
         dispatch(call, *args)
         dispatched.set()
 
+    wrapped.synchronize()  # or the backward of the first call might come here
     monkeypatch.setattr(StageJob, "_adopt_replaced", fails_late)
     run(wrapped, 2)
     wrapped.step(lambda: (optimizer.step(), optimizer.zero_grad()))
