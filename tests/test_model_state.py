@@ -126,6 +126,7 @@ def initialise(model: nn.Module) -> None:
 def test_edits_between_calls_are_seen(edit: Any) -> None:
     wrapped, plain = RoundPipe(mlp()), mlp()
     step_both(wrapped, plain)
+    wrapped.synchronize()  # or the backward under way might compute with the edited weights
     edit(wrapped.model)
     edit(plain)
     step_both(wrapped, plain, 1)
