@@ -18,7 +18,7 @@ from .model import RoundPipe
 from .ownership import owners
 from .packed import RoundPipePackedData
 from .run_config import RoundPipeRunConfig
-from .streamed_part import PartSettings, make_part
+from .streamed_part import PartSettings, part_class
 from .training_state import TrainingState
 from .tree_copy import TreeCopy
 from .weight_placement import place
@@ -77,7 +77,7 @@ class AutoRoundPipe(RoundPipe):
             state = self._new_state(layers, optim_dtype, pin_model)
         self._set_up(model, state, lock, self.name, config)
         pipes = {
-            part: make_part(settings, module, state, places[part], part, parts.get(part, ONE_MICROBATCH))
+            part: part_class(module)(settings, module, state, places[part], part, parts.get(part, ONE_MICROBATCH))
             for part, module in streamed.items()
         }
         self.__dict__.update(parts=pipes, layers=layers, num_layers=len(layers))

@@ -121,7 +121,7 @@ class Fetch:
 
     __slots__ = ("_keeper", "source", "target", "ticket", "worker")
 
-    def __init__(self, source: HostTensor, worker: Worker, recompute: bool = False) -> None:
+    def __init__(self, source: HostTensor, worker: Worker) -> None:
         self.source = source
         self.worker = worker
         self.ticket = 0

@@ -176,13 +176,5 @@ class _ChainInChain(StreamedPart):
         return self._refuse()  # type: ignore[no-any-return]
 
 
-def make_part(
-    settings: PartSettings,
-    module: nn.Module,
-    whole: TrainingState,
-    layers: range,
-    name: str,
-    own: RoundPipeRunConfig,
-) -> StreamedPart:
-    kind = StreamedChain if is_chain(module) else StreamedPart
-    return kind(settings, module, whole, layers, name, own)
+def part_class(module: nn.Module) -> type[StreamedPart]:
+    return StreamedChain if is_chain(module) else StreamedPart

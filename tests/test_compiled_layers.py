@@ -387,19 +387,24 @@ class Chain(nn.Module):
         return x
 
 
+def run_beside(model: Callable[[torch.Tensor], torch.Tensor], plain: nn.Module) -> None:
+    """Two forwards with equal outputs, and the backward of each."""
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 4)
+        got, want = model(x), plain(x)
+        oracle.assert_close_to_scale(got.detach(), want.detach(), "output")
+        got.square().sum().backward()
+        want.square().sum().backward()
+
+
 @pytest.mark.parametrize("wrap", [RoundPipe, parts])
 def test_a_wrapped_model_inside_a_compiled_one(wrap: Callable[[nn.Module], nn.Module]) -> None:
     torch._dynamo.reset()
     roundpipe.use_devices("host:2")
     outer, plain = Outer(wrap), Outer(lambda body: body)
     compiled = torch.compile(outer, backend="aot_eager")
-    for seed in range(2):
-        torch.manual_seed(seed)
-        x = torch.randn(6, 4)
-        got, want = compiled(x), plain(x)
-        oracle.assert_close_to_scale(got.detach(), want.detach(), "output")
-        got.square().sum().backward()
-        want.square().sum().backward()
+    run_beside(compiled, plain)
     outer.body.synchronize()  # type: ignore[operator, union-attr]
     for mine, other in zip([*outer.head.parameters(), *outer.body.model.parameters()], plain.parameters(), strict=True):  # type: ignore[union-attr]
         oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")
@@ -435,13 +440,7 @@ def test_modules_of_a_forward_of_the_users_own_stay_compiled() -> None:
         model, lower_threshold=1, upper_threshold=0, skip_modules=(model.small, model.other)
     )
     assert isinstance(wrapped, AutoRoundPipe)
-    for seed in range(2):
-        torch.manual_seed(seed)
-        x = torch.randn(6, 4)
-        got, want = wrapped(x), plain(x)
-        oracle.assert_close_to_scale(got.detach(), want.detach(), "output")
-        got.square().sum().backward()
-        want.square().sum().backward()
+    run_beside(wrapped, plain)
     wrapped.synchronize()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")

@@ -138,6 +138,15 @@ class Config:
         self.itself = self
 
 
+def assert_trains_alike(wrapped: RoundPipe, plain: nn.Module, x: torch.Tensor) -> None:
+    got = wrapped.forward_backward((x,), loss_fn=square, run_config=config(4))
+    want = square(plain(x), None)
+    want.backward()
+    oracle.assert_close_to_scale(got, want.detach(), "loss")
+    wrapped.synchronize()
+    oracle.assert_same_gradients(wrapped.model, plain)
+
+
 HANDED_ON: dict[str, Callable[[Any, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
     "function": lambda self, x: torch.tanh,
     "closure over numbers": lambda self, x: (lambda scale: lambda y: y * scale)(float(x.shape[1])),
@@ -157,12 +166,7 @@ def test_functions_that_hold_neither_go_on_working(kind: str) -> None:
     plain = copy.deepcopy(layers)
     wrapped = RoundPipe(layers)
     x = torch.randn(6, WIDTH)
-    got = wrapped.forward_backward((x,), loss_fn=square, run_config=config(4))
-    want = square(plain(x), None)
-    want.backward()
-    oracle.assert_close_to_scale(got, want.detach(), "loss")
-    wrapped.synchronize()
-    oracle.assert_same_gradients(wrapped.model, plain)
+    assert_trains_alike(wrapped, plain, x)
 
 
 class Passes(nn.Module):
@@ -296,12 +300,7 @@ def test_functions_kept_in_attributes_compute_with_the_weights_of_their_device(h
         with torch.no_grad():
             got = wrapped(x, roundpipe_run_config=in_stages_of_one(4) if seed else RoundPipeRunConfig(num_microbatch=2))
             oracle.assert_close_to_scale(got, plain(x), "output")
-        got = wrapped.forward_backward((x,), loss_fn=square, run_config=config(4))
-        want = square(plain(x), None)
-        want.backward()
-        oracle.assert_close_to_scale(got, want.detach(), "loss")
-        wrapped.synchronize()
-        oracle.assert_same_gradients(wrapped.model, plain)
+        assert_trains_alike(wrapped, plain, x)
         wrapped.zero_grad()
         plain.zero_grad()
         with torch.no_grad():

@@ -15,6 +15,7 @@ Tensor handle_keeper(std::vector<std::int64_t> handles) {
   if (handles.empty()) refuse("handles", "one or more", "none");
   auto kept = std::make_shared<std::vector<std::int64_t>>(std::move(handles));
   const std::vector<std::int64_t> sizes{static_cast<std::int64_t>(kept->size())};
+  // Ends what was given, whatever Python has written into the tensor since.
   return host_tensor(kept->data(), sizes, {1}, ScalarType::Long, [handles = *kept, kept](void*) {
     for (const std::int64_t handle : handles) HandleRegistry::global().forget_if_live(handle);
   });
