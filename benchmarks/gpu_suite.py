@@ -43,7 +43,7 @@ def pytest_counts(arguments: list[str], command: list[str], limit_s: float, env:
             cases = [c for c in suite if c.find("failure") is not None or c.find("error") is not None]
             counts["failed"] = [f"{c.get('classname')}::{c.get('name')}" for c in cases]
         if exit_code:
-            print(output[-6000:], file=sys.stderr)
+            print(output, file=sys.stderr)
         counts["output"] = output
         return counts
 
