@@ -138,7 +138,7 @@ def own_forward(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> types
     return types.MethodType(codes.own(function, kind_of(module)), twin)
 
 
-def compiled_methods(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> dict[str, tuple[Any, types.MethodType]]:
+def compiled_methods(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Methods that the class of ``module`` has compiled, by name: the class's function, and the skeleton's method."""
     found: dict[str, Any] = {}
     for cls in reversed(type(module).__mro__):
@@ -147,10 +147,19 @@ def compiled_methods(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> 
         found |= {name: value for name, value in vars(cls).items() if is_compiled(value)}
     made = {name: (function, codes.compiled(function, kind_of(module))) for name, function in found.items()}
     return {
-        name: (function, types.MethodType(one, twin))
+        name: (function, _bound(one, twin))
         for name, (function, one) in made.items()
         if one is not None and getattr(type(module), name, None) is function
     }
+
+
+def _bound(compiled: Callable[..., Any], twin: nn.Module) -> Callable[..., Any]:
+    """No ``types.MethodType``: inside another compiled module PyTorch before 2.12 would lose its ``self``."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return compiled(twin, *args, **kwargs)
+
+    return method
 
 
 def kind_of(module: nn.Module) -> Any:

@@ -30,6 +30,19 @@ class Work:
     operators: int
 
 
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Both products. torch's own formula refuses groups of query heads before 2.12."""
+    batch, heads, rows, dim = query.shape
+    return 2 * batch * heads * rows * key.shape[-2] * (dim + value.shape[-1])
+
+
+_FORMULAS = flop_registry | {
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention_flops,
+    torch.ops.aten._scaled_dot_product_efficient_attention: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}
+
+
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +52,7 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.operators += not func.is_view
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         return out

@@ -154,7 +154,7 @@ class LayerReplica:
         # Of compiled modules, by id of the host's: its class's, and what the skeleton has for it.
         self._forwards: dict[int, tuple[Any, types.MethodType | None]] = {}
         # Of classes that have compiled methods, by index of the node and name.
-        self._methods: dict[int, dict[str, tuple[Any, types.MethodType]]] = {}
+        self._methods: dict[int, dict[str, tuple[Any, Callable[..., Any]]]] = {}
         self._nodes = []
         root = self._make(self.layer)
         self._origins = {id(twin): module for module, twin in self._nodes}
