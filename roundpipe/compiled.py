@@ -138,7 +138,9 @@ def own_forward(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> types
     return types.MethodType(codes.own(function, kind_of(module)), twin)
 
 
-def compiled_methods(module: nn.Module, twin: nn.Module, codes: DeviceCodes) -> dict[str, tuple[Any, Callable[..., Any]]]:
+def compiled_methods(
+    module: nn.Module, twin: nn.Module, codes: DeviceCodes
+) -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Methods that the class of ``module`` has compiled, by name: the class's function, and the skeleton's method."""
     found: dict[str, Any] = {}
     for cls in reversed(type(module).__mro__):

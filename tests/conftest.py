@@ -73,3 +73,9 @@ def compiler_forgets() -> Iterator[None]:
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     if compiler is not None and compiler.input_codes.seen:
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture
+def memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that runs the other tests without; processes inherit it."""
+    monkeypatch.delenv("ROUNDPIPE_SKIP_MEMORY_CHECK", raising=False)

@@ -30,6 +30,8 @@ from .test_pin_model import (  # noqa: F401 (a fixture)
     nothing_stays_claimed,
 )
 
+pytestmark = pytest.mark.usefixtures("memory_is_checked")
+
 WIDE = 256
 ONE = WIDE * WIDE * 4  # bytes of one weight
 
@@ -177,12 +179,6 @@ print(torch.ops.roundpipe.host_claim_stats(0))
 
 
 # -- before anything is taken ----------------------------------------------------------------------------------------
-@pytest.fixture(autouse=True)
-def memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine that runs the other tests without."""
-    monkeypatch.delenv("ROUNDPIPE_SKIP_MEMORY_CHECK", raising=False)
-
-
 def scarce(monkeypatch: pytest.MonkeyPatch, room: int, lockable: int = 1 << 62) -> None:
     monkeypatch.setattr(_ops, "host_limits", lambda: [1 << 40, room, 0, 0, room, lockable, 8 << 20])
 

@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("memory_is_checked")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a machine that runs the other tests without; processes inherit it."""
-    monkeypatch.delenv("ROUNDPIPE_SKIP_MEMORY_CHECK", raising=False)
 
 
 @pytest.mark.timeout(300)

@@ -287,6 +287,7 @@ def test_copying_that_fails_half_way_gives_everything_back(monkeypatch: pytest.M
 
 
 # -- auto ----------------------------------------------------------------------------------------------------------
+@pytest.mark.usefixtures("memory_is_checked")
 @pytest.mark.parametrize(("room", "mode"), [(1 << 40, "alloc"), (5 << 20, "register"), (1 << 20, "off")])
 def test_auto_takes_the_first_that_fits_and_says_why(
     room: int, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -309,6 +310,7 @@ def test_auto_takes_the_first_that_fits_and_says_why(
     assert f'mine: pin_model="auto" chose "{mode}"' in line and "of host memory are left" in line
 
 
+@pytest.mark.usefixtures("memory_is_checked")
 def test_auto_falls_back_when_locking_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,6 +386,7 @@ def test_a_frozen_model_in_a_file_trains_its_adapters(devices: int, tmp_path: Pa
         assert all(torch.equal(value, want[2][key]) for key, value in state.items())
 
 
+@pytest.mark.usefixtures("memory_is_checked")
 def test_locking_a_file_is_counted_at_full_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roundpipe.use_devices("host:2")
     path = tmp_path / "weights.pt"
