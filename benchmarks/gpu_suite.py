@@ -74,11 +74,17 @@ def suite(args: argparse.Namespace) -> dict[str, Any]:
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     # With the caching allocator off every tensor is an allocation of its own, so that memcheck sees its bounds.
     env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "ROUNDPIPE_REQUIRE_CUDA": "1", "ROUNDPIPE_STALL_SECONDS": "600"}
-    tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
-    tests = ["tests/test_cuda.py", "-p", "no:xdist", "-k", NOT_UNDER_SANITIZER]
-    counts = pytest_counts(tests, tool, args.limit, env)
-    found = re.findall(r"ERROR SUMMARY: (\d+) error", counts.pop("output"))
-    return counts | {"memcheck_errors": sum(map(int, found)) if found else None}
+    with tempfile.TemporaryDirectory() as folder:  # a log for each process of xdist
+        tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--log-file", f"{folder}/%p"]
+        tests = ["tests/test_cuda.py", "-n", str(args.jobs), "-k", NOT_UNDER_SANITIZER]
+        counts = pytest_counts(tests, tool, args.limit, env)
+        logs = "".join(path.read_text(errors="replace") for path in Path(folder).iterdir())
+    del counts["output"]
+    found = [int(errors) for errors in re.findall(r"ERROR SUMMARY: (\d+) error", logs)]
+    if sum(found):
+        counts["exit_code"] = counts["exit_code"] or 9
+        print(logs[:20_000], file=sys.stderr)
+    return counts | {"processes": len(found), "memcheck_errors": sum(found) if found else None}
 
 
 def demo(args: argparse.Namespace) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def _job_peak(memory: Measured, run: Run, phase: str, stage: range) -> JobPeak:
     if phase == "fused":
         # Labels of one microbatch: after the loss those of this one go, or stay where none come up behind them.
         ahead = following * first.input_bytes + memory.label_bytes + down
-        moments = _fused_by_layer(memory, stage) if by_layer else _by_stage(layers, stage, memory.loss)
+        moments = _fused_by_layer(memory, stage, run.in_flight) if by_layer else _by_stage(layers, stage, memory.loss)
         found = [(ring + following * memory.label_bytes * in_loss, own) for ring, own, in_loss in moments]
     else:
         gradients = last.output_bytes if last.backward_held_bytes else 0  # which came up, and stay
@@ -254,14 +254,14 @@ def _by_layer(layers: Sequence[LayerMemory], stage: range, *, on_top: bool) -> l
     return moments
 
 
-def _fused_by_layer(memory: Measured, stage: range) -> list[_Moment]:
+def _fused_by_layer(memory: Measured, stage: range, saving: int) -> list[_Moment]:
     """Forward, the graph of the last layer with the loss, and the layers below it one by one."""
     layers, top = memory.layers, stage.stop - 1
     first = layers[stage.start]
     below = range(stage.start, top)
     if not below:
         return _by_stage(layers, stage, memory.loss)
-    moments = [(first.input_bytes, _forward(layers, below, 0), False)]
+    moments = [(first.input_bytes, _forward(layers, below, saving), False)]
     # The last layer's input is made here, and no part of the ring.
     last = [(0, entry + most, in_loss) for entry, most, in_loss in _by_stage(layers, range(top, top + 1), memory.loss)]
     return moments + last + _by_layer(layers, below, on_top=False)

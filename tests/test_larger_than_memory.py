@@ -31,7 +31,7 @@ def test_a_model_larger_than_its_control_group_trains_adapters(tmp_path: Path, m
                 pass
         except NoGroups as error:
             pytest.skip(str(error))
-        options = f"--device host:1 --file-mib 448 --room-mib 192 --layer-mib 8 --steps 1 --folder {tmp_path}"
+        options = f"--device host:1 --file-mib 640 --room-mib 192 --layer-mib 8 --steps 1 --folder {tmp_path}"
         assert larger_than_memory.main([*options.split(), "--results", str(tmp_path)]) == 0
     finally:
         for name in ("larger_than_memory", "memory_group", "file_weights", "common"):
