@@ -8,6 +8,7 @@ taken from the host module before each call and plain attributes that the forwar
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -17,16 +18,14 @@ import torch
 from torch import nn
 
 from . import held
+from .attribute_memo import INERT, MOVES, OWN, AttributeMemo, moves
 from .compiled import DeviceCodes, Rebound, compiled_methods, is_compiled, own_forward, rebound
 from .errors import ConfigError, RoundPipeError
 
 if TYPE_CHECKING:
     from .boundary import HostTensor
 
-# Entries of a module's __dict__ that a skeleton owns and never exchanges with the host module.
-_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _MISSING = object()
-_MOVES = (nn.Module, nn.Parameter, types.MethodType)
 
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes, hooks and flags of host modules, by id of the module."""
@@ -103,7 +102,7 @@ def _other(value: Any, others: dict[int, Any]) -> Any:
     if isinstance(value, types.MethodType):
         owner = others.get(id(value.__self__))  # where it is no skeleton, its class does not have the method
         return value if type(owner) is not type(value.__self__) else types.MethodType(value.__func__, owner)
-    return others.get(id(value), value) if isinstance(value, _MOVES) else value
+    return others.get(id(value), value) if isinstance(value, MOVES) else value
 
 
 def foreign_gradient(parameter: nn.Parameter) -> RoundPipeError:
@@ -135,6 +134,7 @@ class LayerReplica:
         self._parameters = parameters
         self._nodes: list[tuple[nn.Module, nn.Module]] = []
         self._given: list[dict[str, Any]] = []
+        self._memos: list[AttributeMemo] = []
         # By id of the module and name: (its value on the host, the device's copy, version of the copy when loaded).
         self.loaded_buffers: dict[tuple[int, str], tuple[weakref.ref[HostTensor], torch.Tensor, int]] = {}
         self.placed_buffers: dict[tuple[int, str], nn.Module] = {}  # by the same: skeletons that have them
@@ -159,6 +159,7 @@ class LayerReplica:
         root = self._make(self.layer)
         self._origins = {id(twin): module for module, twin in self._nodes}
         self._given = [{} for _ in self._nodes]
+        self._memos = [AttributeMemo() for _ in self._nodes]
         self._methods = {
             index: methods
             for index, (module, twin) in enumerate(self._nodes)
@@ -219,22 +220,30 @@ class LayerReplica:
     def attributes(self) -> Attributes:
         """What ``pull`` would take over now."""
         return {
-            id(module): {name: value for name, value in module.__dict__.items() if name not in _OWN}
+            id(module): {name: value for name, value in module.__dict__.items() if name not in OWN}
             for module, _ in self._nodes
         }
 
     def pull(self, noted: Attributes | None = None) -> None:
         """Takes over attributes, hooks and flags of the host module, or what they were when ``noted`` was made."""
+        recomputes = noted is not None
         for index, (module, twin) in enumerate(self._nodes):
-            host, given = module.__dict__ if noted is None else noted.get(id(module), module.__dict__), {}
-            for name, value in host.items():
-                if name not in _OWN:
-                    given[name] = self._rebind(value)
-            own = twin.__dict__
-            for name in own.keys() - given.keys() - _OWN:
+            host = module.__dict__ if noted is None else noted.get(id(module), module.__dict__)
+            own, memo = twin.__dict__, self._memos[index]
+            if memo.still(recomputes, host, own):
+                continue
+            met = tuple(host.items())  # at once: another device's worker may assign to the host's module
+            given, simple = {}, index not in self._methods and id(module) not in self._forwards
+            for name, value in met:
+                if name in OWN:
+                    continue
+                given[name] = value if type(value) in INERT else self._rebind(value)
+                simple = simple and (type(value) in INERT or not moves(value))
+            for name in own.keys() - given.keys() - OWN:
                 del own[name]
             own.update(given)
             self._given[index] = given
+            memo.note(recomputes, met, own, simple)
         for index, methods in self._methods.items():
             module, twin = self._nodes[index]
             for name, (function, method) in methods.items():
@@ -261,11 +270,13 @@ class LayerReplica:
 
         See Note [Handed on] in held.py for what stays here.
         """
-        for (module, twin), given in zip(self._nodes, self._given, strict=True):
+        for (module, twin), given, memo in zip(self._nodes, self._given, self._memos, strict=True):
             own = twin.__dict__
+            if memo.untouched(own):
+                continue
             homes = [module.__dict__] if noted is None else [module.__dict__, noted.setdefault(id(module), {})]
             for name, value in own.items():
-                if name in _OWN:
+                if name in OWN:
                     continue
                 if given.get(name, _MISSING) is not value:
                     returned = self._exchanged(value, self._origins)
@@ -274,19 +285,32 @@ class LayerReplica:
                     for home in homes:
                         home[name] = returned
                 elif type(value) in (list, dict):
-                    self._return_inside(value)
-            if len(own) < len(given) + len(_OWN):
-                for name in given.keys() - own.keys():
-                    for home in homes:
-                        home.pop(name, None)
+                    shared = homes[-1].get(name)
+                    if shared is value:
+                        self._return_inside(value)
+                    elif type(shared) is type(value):  # what moved in it, and it is a copy
+                        self._return_copy(value, shared)
+            for name in given.keys() - own.keys():
+                for home in homes:
+                    home.pop(name, None)
 
     def _return_inside(self, shared: Any) -> None:
         """What the forward put into a container of the host's becomes the host's."""
         for key, value in list(enumerate(shared) if type(shared) is list else shared.items()):
-            if isinstance(value, _MOVES):
+            if isinstance(value, MOVES):
                 other = _other(value, self._origins)
                 if other is not value:
                     shared[key] = other
+
+    def _return_copy(self, value: Any, shared: Any) -> None:
+        """The host's container becomes what the forward made of its copy."""
+        returned = self._exchanged(value, self._origins)
+        if type(shared) is list:
+            if len(shared) != len(returned) or not all(map(operator.is_, shared, returned)):
+                shared[:] = returned
+        elif shared.keys() != returned.keys() or not all(shared[key] is v for key, v in returned.items()):
+            shared.clear()
+            shared.update(returned)
 
     def _rebind(self, value: Any) -> Any:
         """Methods, modules and parameters of the host layer that stand in attributes, or in lists there (as nn.LSTM
@@ -305,11 +329,11 @@ class LayerReplica:
     @staticmethod
     def _exchanged(value: Any, others: dict[int, Any]) -> Any:
         """``value`` with the modules, parameters and methods in it exchanged for those of ``others``, by id."""
-        if isinstance(value, _MOVES):
+        if isinstance(value, MOVES):
             return _other(value, others)
-        if type(value) in (list, tuple) and any(isinstance(v, _MOVES) for v in value):
+        if type(value) in (list, tuple) and any(isinstance(v, MOVES) for v in value):
             return type(value)(_other(v, others) for v in value)
-        if type(value) is dict and any(isinstance(v, _MOVES) for v in value.values()):
+        if type(value) is dict and any(isinstance(v, MOVES) for v in value.values()):
             return {k: _other(v, others) for k, v in value.items()}
         return value
 
