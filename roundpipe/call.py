@@ -96,6 +96,7 @@ class Call:
         self.announced: AnnouncedStep | None = None  # the step that this call ends with
         self.advisor: OomAdvisor | None = None
         self.tight: tuple[int, int | None] | None = None  # bytes beside the regions, what there is for both
+        self.region_ceiling: Callable[[], int | None] = lambda: None  # see Engine.reserve_regions
         self.microbatch_shapes = shapes_of(inputs[0] if inputs else None)
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
@@ -236,7 +237,7 @@ class Call:
             least[device] = max(sizes[first::count], default=0)
             wanted[device] = region_bytes(pair, least[device], beside, capacity)
         try:
-            self.engine.reserve_regions(wanted, least)
+            self.engine.reserve_regions(wanted, least, self.region_ceiling)
         except torch.OutOfMemoryError as error:
             raise self._region_failure(error, wanted) from error
 

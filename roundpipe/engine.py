@@ -183,24 +183,32 @@ class Engine:
         return (self._next + ahead) % len(self.workers)
 
     # -- device memory -------------------------------------------------------------------------------------------
-    def reserve_regions(self, wanted: list[int], least: list[int]) -> None:
+    def reserve_regions(
+        self, wanted: list[int], least: list[int], ceiling: Callable[[], int | None] = lambda: None
+    ) -> None:
         """Makes every device's region at least ``wanted`` bytes, or ``least`` where memory does not allow more.
 
-        Hold ``dispatch_lock``. Waits for all work when a region must grow.
+        Regions that earlier plans made larger stay so, unless this call's activations find no room beside them.
+        Hold ``dispatch_lock``. Waits for all work when a region must change.
+
+        Args:
+            ceiling: asked where a region is larger: how large it may be beside what the call needs; None: no limit.
         """
-        if all(w.region.numel() >= size for w, size in zip(self.workers, wanted, strict=True)):
-            return
+        sizes = [worker.region.numel() for worker in self.workers]
+        most = ceiling() if any(size > asked for size, asked in zip(sizes, wanted, strict=True)) else None
         limit = self.spec.memory_limit_bytes
-        if limit:
-            wanted = [max(minimum, min(size, limit)) for size, minimum in zip(wanted, least, strict=True)]
-        for worker, size, minimum in zip(self.workers, wanted, least, strict=True):
-            if worker.region.numel() >= size:
+        for worker, size, asked, minimum in zip(self.workers, sizes, wanted, least, strict=True):
+            if size >= asked and (most is None or size <= max(asked, most)):
                 continue
+            if limit and size < asked:
+                asked = max(minimum, min(asked, limit))
+                if size >= asked:
+                    continue
             self.wait_idle()
             try:
-                worker.set_region(size)
+                worker.set_region(asked)
             except (torch.OutOfMemoryError, DeviceOutOfMemory):
-                if minimum >= size:
+                if minimum >= asked:
                     raise
                 worker.set_region(minimum)
 

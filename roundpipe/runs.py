@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .announced_step import announce, dispatched
+from .auto_plan import usable_bytes
 from .autograd_outputs import LaterBackward
 from .batch import InputPieces, RoundPipePackedData, merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor
@@ -19,6 +22,7 @@ from .engine import Engine
 from .errors import ConfigError, RoundPipeError, StallError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
+from .layer_cost import activation_bytes
 from .oom_adapt import adapting
 from .oom_advice import OomAdvisor, plan_key
 from .plan import ModelExecutePlan
@@ -273,10 +277,23 @@ def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type
     if call.advisor is not None:
         call.advisor.plan = plan
     call.tight = state.measurements.tight.get(plan_key(plan, call.num_microbatch, call.grain))
+    call.region_ceiling = functools.partial(_room_for_regions, weakref.proxy(state), run_type, plan, call.grain)
     state.began(call)
     if call.window is not None:
         call.window.calls.append(call)
     call.dispatch(plan, run_type)
+
+
+def _room_for_regions(state: TrainingState, run_type: str, plan: ModelExecutePlan, grain: str) -> int | None:
+    """What weights and gradients may take of a device beside the largest stage's activations, as far as they have been
+    measured; None: no limit.
+    """
+    usable = usable_bytes([state.plan_limits()[1]])
+    if usable is None or run_type == "infer":
+        return usable
+    costs = state.layer_costs(run_type)
+    stages = (costs[stage.start : stage.stop] for stage in plan.bwd_plan)
+    return usable - max(activation_bytes(stage, by_layer=grain == "layer") for stage in stages)
 
 
 def _raise_if_failed(state: TrainingState, call: Call) -> None:

@@ -83,7 +83,7 @@ def counted_peak(model: RoundPipe, x: torch.Tensor, config: RoundPipeRunConfig, 
 
 
 def drop_regions() -> None:
-    """Regions do not shrink by themselves: what an earlier plan or test needed is no part of the next measurement."""
+    """Regions shrink only where memory is short: what an earlier test needed is no part of the next measurement."""
     engine = engines.current()
     engine.wait_idle()
     for worker in engine.workers:

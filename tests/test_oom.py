@@ -18,6 +18,7 @@ from roundpipe.errors import DeviceOutOfMemory
 
 from . import memory_models as zoo
 from . import oracle
+from .gpu_history import PeakHistory
 
 MIB = 1 << 20
 
@@ -333,7 +334,8 @@ def test_a_capped_gpu_gives_advice_that_holds_and_adapts(adapts: bool) -> None:
             torch._C._cuda_clearCublasWorkspaces()
             zoo.drop_regions()
             outside = torch.cuda.memory_allocated(0)
-            counted = zoo.counted_peak(model, x, plain.overridden_by(remedy.config)) - outside
-            assert remedy.after_bytes == pytest.approx(counted, rel=0.15), str(remedy)
+            with PeakHistory() as history:
+                counted = zoo.counted_peak(model, x, plain.overridden_by(remedy.config)) - outside
+            assert remedy.after_bytes == pytest.approx(counted, rel=0.15), f"{remedy}\n{history}"
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)

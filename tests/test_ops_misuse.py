@@ -336,19 +336,23 @@ def test_more_host_memory_than_there_is() -> None:
     assert isinstance(caught.value, MemoryError) and caught.value.asked_bytes == 1 << 50
 
 
-def test_an_aborted_job_poisons_who_waits_for_it(rig: SimpleNamespace) -> None:
-    unit = _ops.unit_open(rig.engine, [rig.weight], [0], 256, 256)
-    job = _ops.job_open(rig.engine, 0, [unit], [NONE], [rig.image])
+def test_an_aborted_job_poisons_who_waits_for_it() -> None:
+    engine, image = _ops.engine_open("host", [0], 0, True), _ops.host_empty([256], torch.uint8)
+    _ops.engine_set_region(engine, 0, torch.empty(4096, dtype=torch.uint8))
+    unit = _ops.unit_open(engine, [_ops.host_empty([64], torch.float32)], [0], 256, 256)
+    job = _ops.job_open(engine, 0, [unit], [NONE], [image])
     take = _ops.ticket_issue(unit, 4)
-    update = _ops.update_convert(rig.engine, take, [rig.image.view(torch.float32)], [torch.zeros(64)], [0])
+    update = _ops.update_convert(engine, take, [image.view(torch.float32)], [torch.zeros(64)], [0])
     _ops.job_abort(job)
     with pytest.raises(_ops.Poisoned):
-        _ops.wait(_ops.update_wait, rig.engine, update, timeout_s=20)
+        _ops.wait(_ops.update_wait, engine, update, timeout_s=20)
     for call in (_ops.job_close, lambda job: _ops.job_wait_unit(job, 0, 0)):
         with pytest.raises(errors.ConfigError, match="closed or aborted"):
             call(job)
     _ops.job_forget(job)
     with pytest.raises(errors.ConfigError, match="stale"):
         _ops.job_abort(job)
+    _ops.wait(_ops.engine_wait_idle, engine, timeout_s=20)  # the lane ends the request that the job left behind
     _ops.unit_new_epoch(unit)
     _ops.unit_close(unit)
+    _ops.engine_close(engine)
