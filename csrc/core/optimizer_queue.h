@@ -48,8 +48,8 @@ struct Update {
 
 class OptimizerQueue {
  public:
-  // threads == 0: ROUNDPIPE_OPTIMIZER_THREADS, or the processors of this process less two (for device workers), at
-  // least one. The dispatcher is one of them.
+  // threads == 0: ROUNDPIPE_OPTIMIZER_THREADS, or the processors of this process less a quarter and at least two
+  // (for device workers), but at least one thread. The dispatcher is one of them.
   OptimizerQueue(std::size_t threads, HappensBefore* checker);
   ~OptimizerQueue();
 

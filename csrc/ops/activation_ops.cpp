@@ -30,6 +30,7 @@ struct Fetch : OfEngine {
   using OfEngine::OfEngine;
   std::size_t device = 0;
   std::vector<DeviceBytes> targets;
+  std::shared_ptr<std::vector<Tensor>> held;  // the targets, as the copy's request holds them
   std::shared_ptr<Handover> handover;
 };
 
@@ -121,16 +122,24 @@ std::shared_ptr<Fetch> start_fetch(EngineUse& use, std::int64_t device, const Re
   auto fetch = std::make_shared<Fetch>(use.share());
   fetch->device = static_cast<std::size_t>(device);
   fetch->targets = held.ranges;
+  fetch->held = std::move(held.tensors);
   fetch->handover = use->store().fetch(*room.device, *room.transfers, *room.compute, record.record, held.ranges,
-                                       traffic, std::move(held.tensors));
+                                       traffic, fetch->held);
   return fetch;
 }
 
+// From here on whoever gets the targets' memory next is ordered after the copy, so the request lets go of it. It would
+// hold it until the host sees the copy complete: a host that runs ahead of a busy GPU had as many fetched tensors alive
+// as it was layers ahead.
 bool wait_fetch(const Fetch& fetch, std::int64_t timeout_ms) {
   EngineUse use(fetch.engine());
   DeviceRoom& room = use->room(static_cast<std::int64_t>(fetch.device));
-  return use->store().fetch_wait(*room.device, *fetch.handover, *room.compute, fetch.targets,
-                                 require_timeout(timeout_ms));
+  if (!use->store().fetch_wait(*room.device, *fetch.handover, *room.compute, fetch.targets,
+                               require_timeout(timeout_ms))) {
+    return false;
+  }
+  fetch.held->clear();
+  return true;
 }
 
 std::int64_t fetch_start(std::int64_t engine, std::int64_t device, std::int64_t record, std::vector<Tensor> targets,

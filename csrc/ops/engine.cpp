@@ -53,8 +53,8 @@ std::unique_ptr<Backend> make_real_backend(const std::vector<std::int64_t>& devi
 }
 
 // Sources of copies down are device memory that nobody can use. However slow the copies are, they must not become a
-// good part of a device: on a busy link, or into memory that must be locked first, a gigabyte was waiting there. So much
-// keeps the link busy for a millisecond, and the host one job ahead.
+// good part of a device: on a busy link, or into memory that must be locked first, a gigabyte was waiting there. So
+// much keeps the link busy for a millisecond, and the host one job ahead.
 std::size_t max_outstanding(std::size_t memory_limit_bytes) {
   constexpr std::size_t kMost = std::size_t{64} << 20;
   return memory_limit_bytes == 0 ? kMost : std::clamp<std::size_t>(memory_limit_bytes / 64, 1, kMost);
