@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("memory_is_checked")
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MIB = 1 << 20
+FILE_MIB = 640  # beyond the limit also where the process itself is large: torch with CUDA
 
 
 @pytest.mark.timeout(300)
@@ -31,7 +32,7 @@ def test_a_model_larger_than_its_control_group_trains_adapters(tmp_path: Path, m
                 pass
         except NoGroups as error:
             pytest.skip(str(error))
-        options = f"--device host:1 --file-mib 640 --room-mib 192 --layer-mib 8 --steps 1 --folder {tmp_path}"
+        options = f"--device host:1 --file-mib {FILE_MIB} --room-mib 192 --layer-mib 8 --steps 1 --folder {tmp_path}"
         assert larger_than_memory.main([*options.split(), "--results", str(tmp_path)]) == 0
     finally:
         for name in ("larger_than_memory", "memory_group", "file_weights", "common"):
@@ -40,10 +41,10 @@ def test_a_model_larger_than_its_control_group_trains_adapters(tmp_path: Path, m
     result = json.loads(file.read_text())
     whole, limited = result["without limit"], result["limited"]
     assert result["equal"] and whole["losses"] == limited["losses"]
-    assert limited["weights_bytes"] == 448 * MIB > limited["limit_bytes"]
+    assert limited["weights_bytes"] == FILE_MIB * MIB > limited["limit_bytes"]
     assert limited["group_peak_bytes"] <= limited["limit_bytes"]
     assert 0 < limited["resident_bytes_at_most"] < limited["limit_bytes"] - limited["base_bytes"] // 2
-    assert limited["read_bytes"] >= 448 * MIB  # they came from the disk, each at least once
+    assert limited["read_bytes"] >= FILE_MIB * MIB  # they came from the disk, each at least once
 
 
 IN_A_GROUP = """
