@@ -138,6 +138,14 @@ FIGURES: dict[str, Figure] = {
         seconds=60,
         gpus=0,
     ),
+    "W5": Figure(
+        "large_finetune.py --model l8 --rows 8 --tokens 8192 --cap-gib 24",
+        [
+            Goal("peak host bytes a parameter", lambda result: result["peak_bytes_per_parameter"], 15.5),
+            Goal("last loss, of the first", lambda result: result["losses"][-1] / result["losses"][0], 0.999),
+        ],
+        seconds=200,
+    ),
     "scaling-q17": Figure(
         "scaling.py --workloads q17 --kinds strong --compile",
         [Goal("efficiency from 1 GPU to all", efficiency("q17"), 0.95, least=True)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -197,6 +198,7 @@ def test_help_shows_how_to_run_it(name, examples_path, capsys):
         "cpu_overhead",
         "estimate",
         "hf_trainer",
+        "large_finetune",
         "microbatch_memory",
         "models",
         "offload",
@@ -210,6 +212,20 @@ def test_benchmarks_import_and_say_what_they_ask(name, examples_path):
     assert module.__doc__
     if hasattr(module, "main"):
         assert "?" in module.__doc__.partition("\n")[0]
+
+
+@pytest.mark.parametrize("steps_are", ["exact", "announced", "async"])
+def test_all_weights_of_a_large_model_in_small(steps_are, examples_path, tmp_path, capsys):
+    from large_finetune import main
+
+    small = ["--device", "host:2", "--model", "tiny", "--rows", "4", "--tokens", "32", "--microbatches", "3"]
+    assert main([*small, "--steps-are", steps_are, "--lr", "1e-3", "--results", str(tmp_path)]) == 0
+    (written,) = tmp_path.glob("large_finetune-tiny-*.json")
+    result = json.loads(written.read_text())
+    assert len(result["losses"]) == 3 and result["losses"][0] > result["losses"][-1]
+    assert result["peak_resident_bytes"] >= max(result["resident_bytes"].values())
+    assert main([*small, "--steps-are", steps_are, "--lr", "0", "--results", str(tmp_path)]) == 1
+    assert "did not fall" in capsys.readouterr().err
 
 
 def test_overlap_of_copies_with_kernels(examples_path):
