@@ -19,6 +19,7 @@
 #include "core/region_extents.h"
 #include "interleavings_actor.h"
 #include "streamer_rig.h"
+#include "worker_rooms.h"
 
 namespace roundpipe {
 
@@ -54,25 +55,16 @@ class InterleavingsWorld {
     bool gradients;
     Word contribution;
   };
-  struct Room {
-    Device* device;
-    std::unique_ptr<TransferEngine> engine;
-    std::unique_ptr<StageStreamer> streamer;
-    std::unique_ptr<Stream> compute;
-    std::vector<std::uint64_t> region;
-    std::unique_ptr<Actor> worker;
-  };
-
   void problem(const std::string& what);
   void dispatch(const std::vector<Unit*>& units, bool gradients);
   void call(bool gradients);
   void step();
   void publish(Unit& unit);
-  void run_job(Room& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at, std::uint64_t seed);
+  void run_job(WorkerRoom& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at, std::uint64_t seed);
   bool settle();
 
   HostBackend backend_;
-  std::vector<std::unique_ptr<Room>> rooms_;
+  WorkerRooms rooms_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<Actor> optimizer_;
   std::mt19937_64 random_;
@@ -87,19 +79,7 @@ inline InterleavingsWorld::InterleavingsWorld(std::size_t devices, std::uint64_t
     : backend_({.devices = devices, .check = true, .seed = seed}), random_(seed) {
   constexpr std::size_t kRegionBytes = 12 * 256;
   HappensBefore& checker = *backend_.checker();
-  for (std::size_t d = 0; d < devices; ++d) {
-    auto room = std::make_unique<Room>();
-    room->device = &backend_.device(d);
-    TransferOptions options{.chunk_bytes = 300, .bulk_chunks_in_flight = 2};
-    options.checker = &checker;
-    room->engine = std::make_unique<TransferEngine>(*room->device, options);
-    room->streamer = std::make_unique<StageStreamer>(*room->device, *room->engine);
-    room->compute = room->device->wrap_compute_stream(0);
-    room->region.resize(kRegionBytes / sizeof(std::uint64_t));
-    room->streamer->set_region(room->region.data(), kRegionBytes);
-    room->worker = std::make_unique<Actor>();
-    rooms_.push_back(std::move(room));
-  }
+  rooms_ = make_worker_rooms(backend_, devices, kRegionBytes);
   const std::size_t count = 1 + random_() % 4;
   for (std::size_t u = 0; u < count; ++u) {
     auto unit = std::make_unique<Unit>();
@@ -158,7 +138,7 @@ inline void InterleavingsWorld::dispatch(const std::vector<Unit*>& units, bool g
     uses.push_back(unit_use);
     expected.push_back(use);
   }
-  Room& room = *rooms_[next_device_++ % rooms_.size()];
+  WorkerRoom& room = *rooms_[next_device_++ % rooms_.size()];
   const bool doomed = std::uniform_real_distribution<>(0, 1)(random_) < doom_;
   const int doomed_at = doomed ? static_cast<int>(random_() % (units.size() + 1)) : -1;
   const std::uint64_t job = room.streamer->enqueue(std::move(uses));
@@ -166,8 +146,8 @@ inline void InterleavingsWorld::dispatch(const std::vector<Unit*>& units, bool g
       [this, &room, job, expected, doomed_at, seed = random_()] { run_job(room, job, expected, doomed_at, seed); });
 }
 
-inline void InterleavingsWorld::run_job(Room& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at,
-                                        std::uint64_t seed) {
+inline void InterleavingsWorld::run_job(WorkerRoom& room, std::uint64_t job, const std::vector<Use>& uses,
+                                        int doomed_at, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   StageStreamer& streamer = *room.streamer;
   ++jobs_run_;
@@ -289,8 +269,7 @@ inline void InterleavingsWorld::step() {
 
 inline bool InterleavingsWorld::settle() {
   bool idle = optimizer_->wait_idle(kLong);
-  for (const auto& room : rooms_) idle &= room->worker->wait_idle(kLong);
-  for (const auto& room : rooms_) idle &= room->streamer->wait_idle(kLong);
+  idle &= wait_idle(rooms_, kLong);
   if (!idle) {
     problem("not idle after all was done");
     return false;

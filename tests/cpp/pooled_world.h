@@ -21,6 +21,7 @@
 #include "core/region_extents.h"
 #include "interleavings_actor.h"
 #include "streamer_rig.h"
+#include "worker_rooms.h"
 
 namespace roundpipe {
 
@@ -56,28 +57,19 @@ class PooledWorld {
     bool pooled = false, loads = false, eager = false;
     std::shared_ptr<Planned> planned = nullptr;  // of the last job that writes the unit
   };
-  struct Room {
-    Device* device;
-    std::unique_ptr<TransferEngine> engine;
-    std::unique_ptr<StageStreamer> streamer;
-    std::unique_ptr<Stream> compute;
-    std::vector<std::uint64_t> region;
-    std::unique_ptr<Actor> worker;
-  };
-
   void problem(const std::string& what);
   void poke();
   void iteration();
   // Forward jobs of the iteration that have not ended, for backward ones to wait for.
   using Left = std::shared_ptr<std::atomic<int>>;
   void dispatch(const std::vector<Use>& uses, const Left& forward, bool is_forward);
-  void run_job(Room& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at, std::uint64_t seed);
+  void run_job(WorkerRoom& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at, std::uint64_t seed);
   void submit(const Planned& planned, std::shared_ptr<std::byte> place);  // null: from the unit's image
   void give_up(const Planned& planned, const std::exception_ptr& failure);
   bool settle();
 
   HostBackend backend_;
-  std::vector<std::unique_ptr<Room>> rooms_;
+  WorkerRooms rooms_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<std::uint64_t> pool_memory_;
   std::shared_ptr<GradientPool> pool_;
@@ -95,19 +87,7 @@ inline PooledWorld::PooledWorld(std::size_t devices, std::uint64_t seed)
     : backend_({.devices = devices, .check = true, .seed = seed}), random_(seed) {
   constexpr std::size_t kRegionBytes = 24 * 256;
   HappensBefore& checker = *backend_.checker();
-  for (std::size_t d = 0; d < devices; ++d) {
-    auto room = std::make_unique<Room>();
-    room->device = &backend_.device(d);
-    TransferOptions options{.chunk_bytes = 300, .bulk_chunks_in_flight = 2};
-    options.checker = &checker;
-    room->engine = std::make_unique<TransferEngine>(*room->device, options);
-    room->streamer = std::make_unique<StageStreamer>(*room->device, *room->engine);
-    room->compute = room->device->wrap_compute_stream(0);
-    room->region.resize(kRegionBytes / sizeof(std::uint64_t));
-    room->streamer->set_region(room->region.data(), kRegionBytes);
-    room->worker = std::make_unique<Actor>();
-    rooms_.push_back(std::move(room));
-  }
+  rooms_ = make_worker_rooms(backend_, devices, kRegionBytes);
   queue_ = std::make_unique<OptimizerQueue>(2, &checker);
   const std::size_t count = 2 + random_() % 5;
   std::size_t largest = 0, all = 0;
@@ -217,7 +197,7 @@ inline void PooledWorld::dispatch(const std::vector<Use>& uses, const Left& forw
     }
     unit_uses.push_back(std::move(unit_use));
   }
-  Room& room = *rooms_[next_device_++ % rooms_.size()];
+  WorkerRoom& room = *rooms_[next_device_++ % rooms_.size()];
   const bool doomed = std::uniform_real_distribution<>(0, 1)(random_) < doom_;
   const int doomed_at = doomed ? static_cast<int>(random_() % (2 * uses.size() + 1)) : -1;
   const std::uint64_t job = room.streamer->enqueue(std::move(unit_uses));
@@ -236,7 +216,7 @@ inline void PooledWorld::dispatch(const std::vector<Use>& uses, const Left& forw
   });
 }
 
-inline void PooledWorld::run_job(Room& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at,
+inline void PooledWorld::run_job(WorkerRoom& room, std::uint64_t job, const std::vector<Use>& uses, int doomed_at,
                                  std::uint64_t seed) {
   std::mt19937_64 random(seed);
   StageStreamer& streamer = *room.streamer;
@@ -345,8 +325,7 @@ inline bool PooledWorld::settle() {
       if (doom_ == 0) problem(error.what());
     }
   }
-  for (const auto& room : rooms_) idle &= room->worker->wait_idle(kLong);
-  for (const auto& room : rooms_) idle &= room->streamer->wait_idle(kLong);
+  idle &= wait_idle(rooms_, kLong);
   if (!idle) {
     problem("not idle after all was done");
     return false;
