@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from . import batch_tree, held, random_state, recompute
 from .boundary import LiveTree
+from .compiled import uncompiled
 from .engine import cpu_generator_lock
 
 if TYPE_CHECKING:
@@ -104,16 +105,33 @@ def distinct_tensors(live: LiveTree) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def saved_tensors(facts: LayerFacts, counter: SavedBytes | None) -> contextlib.AbstractContextManager[Any]:
-    """What autograd keeps for backward passes ``counter``. Around a layer that refuses hooks there are none.
+@uncompiled
+def _drop(_: torch.Tensor) -> None:
+    return None
 
-    A forward that will be repeated has a graph too, to track requires_grad exactly, and what it keeps goes with it at
-    the end of the layer. Hooks that keep nothing instead would be called for each saved tensor: as long as it takes to
-    launch a layer, for memory that the layer's backward needs anyway.
+
+@uncompiled
+def _unavailable(_: Any) -> torch.Tensor:
+    raise RuntimeError(
+        "a layer ran a backward pass inside its own forward while that forward keeps nothing because it will be "
+        "recomputed; compute such inner gradients in the last (fused) stage or detach them."
+    )
+
+
+def saved_tensors(
+    facts: LayerFacts, discards: bool, counter: SavedBytes | None
+) -> contextlib.AbstractContextManager[Any]:
+    """What autograd keeps for backward: everything, or with ``discards`` nothing, for a forward that will be repeated
+    and only has to track requires_grad exactly. ``counter`` sees it on the way. Around a layer that refuses hooks there
+    are none: what it keeps goes with its graph, at the end of the layer, and is not counted.
     """
-    if counter is None or facts.refuses_hooks:
+    if facts.refuses_hooks:
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(counter.keep, counter.unpack)
+    if discards:
+        return torch.autograd.graph.saved_tensors_hooks(_drop if counter is None else counter.count, _unavailable)
+    if counter is not None:
+        return torch.autograd.graph.saved_tensors_hooks(counter.keep, counter.unpack)
+    return contextlib.nullcontext()
 
 
 def call_hooked(

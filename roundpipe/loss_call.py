@@ -30,7 +30,7 @@ def call_loss(
             return layer_call.call_seeded(worker, facts, seed, call.ambient, lambda: call.loss_fn(out, label))
 
     with worker.compute_lock, probe.loss(microbatch, last):
-        hooks = layer_call.saved_tensors(facts, saved)
+        hooks = layer_call.saved_tensors(facts, False, saved)
         try:
             value, _ = layer_call.call_hooked(facts, hooks, run, lambda: True)
         except torch.OutOfMemoryError:

@@ -361,7 +361,7 @@ class StageJob:
                 noted=call.attributes,
                 notes=will_recompute and m == call.num_microbatch - 1,
                 timed=self.probe.forward(m, layer, recomputing),
-                hooks=layer_call.saved_tensors(facts, saved),
+                hooks=layer_call.saved_tensors(facts, will_recompute, saved),
                 undo=lambda: buffers.load(noted),
                 hands_on=not recomputing and not self._goes_to_loss(layer),
             )

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe import OptimizerCtx, RoundPipe
 from roundpipe.errors import ConfigError, SplitError, StageError
 
 from . import oracle
-from .plans import one_layer_stages
 
 
 @pytest.fixture(autouse=True)
@@ -182,37 +181,3 @@ def test_copies_are_independent() -> None:
     with torch.no_grad():
         twin.body.model[0].weight.zero_()
     assert not torch.equal(outer(torch.ones(3, 4)), twin(torch.ones(3, 4)))
-
-
-class Slope(nn.Module):
-    """The gradient of its inner layer's output, as force fields have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.requires_grad:
-            x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
-        return x + slope
-
-
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("learns_from", [0, 1])
-def test_layers_that_take_gradients_inside_their_forward(grain: str, learns_from: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Slope(), nn.Tanh(), Slope(), Slope())
-    model[:learns_from].requires_grad_(False)
-    plain = copy.deepcopy(model)
-    wrapped = RoundPipe(model)
-    config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain, execute_plan=one_layer_stages(4))
-    for call in range(3):  # the first one is measured
-        x = torch.randn(6, 4)
-        got = wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().sum(), run_config=config)
-        wanted = plain(x).square().sum()
-        wanted.backward()
-        oracle.assert_close_to_scale(got, wanted.detach(), f"loss of call {call}")
-        wrapped.synchronize()
-        oracle.assert_same_gradients(model, plain)
