@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class Call:
         self.advisor: OomAdvisor | None = None
         self.tight: tuple[int, int | None] | None = None  # bytes beside the regions, what there is for both
         self.region_ceiling: Callable[[], int | None] = lambda: None  # see Engine.reserve_regions
+        self.region_owner: weakref.ref[Any] | None = None
         self.microbatch_shapes = shapes_of(inputs[0] if inputs else None)
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
@@ -145,8 +147,7 @@ class Call:
         """
         jobs = [StageJob(self, Phase.FORWARD, stage, i) for i, stage in enumerate(plan.fwd_plan)]
         if self.keeps_graph:
-            lowest = self._lowest_needed()
-            stages = [s for s in plan.bwd_plan if s.stop > lowest] or plan.bwd_plan[:1]
+            stages = self.backward_stages(plan)
             recomputed = stages[1:] if run_type == "fused" else stages
             if self.grain == "layer":
                 kept = {stages[0].stop - 1} if run_type == "fused" else set()
@@ -161,6 +162,11 @@ class Call:
             else:
                 self._later = backward
         self._deal(jobs)
+
+    def backward_stages(self, plan: ModelExecutePlan) -> list[range]:
+        """Those of the plan that run: gradients need not reach the others."""
+        lowest = self._lowest_needed()
+        return [stage for stage in plan.bwd_plan if stage.stop > lowest] or plan.bwd_plan[:1]
 
     def dispatch_backward(
         self, window: Window, predecessor: Call | None, grads: list[list[HostTensor | None] | None]
@@ -237,7 +243,7 @@ class Call:
             least[device] = max(sizes[first::count], default=0)
             wanted[device] = region_bytes(pair, least[device], beside, capacity)
         try:
-            self.engine.reserve_regions(wanted, least, self.region_ceiling)
+            self.engine.reserve_regions(wanted, least, self.region_ceiling, self.region_owner)
         except torch.OutOfMemoryError as error:
             raise self._region_failure(error, wanted) from error
 

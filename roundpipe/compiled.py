@@ -155,12 +155,24 @@ def compiled_methods(
     }
 
 
+_METHODS_KEEP_SELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 def _bound(compiled: Callable[..., Any], twin: nn.Module) -> Callable[..., Any]:
-    """No ``types.MethodType``: inside another compiled module PyTorch before 2.12 would lose its ``self``."""
+    """PyTorch before 2.12 loses the ``self`` of a method that a module has for itself, where another compiled module
+    calls it. There it is a function, which a deep copy of the skeleton does not bind to the copy.
+    """
+    if _METHODS_KEEP_SELF:
+        return types.MethodType(compiled, twin)
 
     def method(*args: Any, **kwargs: Any) -> Any:
         return compiled(twin, *args, **kwargs)
 
+    plain = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    method.__name__, method.__qualname__, method.__doc__ = plain.__name__, plain.__qualname__, plain.__doc__
+    own = inspect.signature(plain)
+    method.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+    method.__self__, method.__func__ = twin, compiled  # type: ignore[attr-defined]
     return method
 
 

@@ -36,6 +36,9 @@ class Runnable(Protocol):
     def run(self, worker: Worker) -> None: ...
 
 
+_ALIGNMENT = 256  # bytes; of units in a region
+
+
 class Worker:
     """One device and the thread that launches its compute."""
 
@@ -162,6 +165,8 @@ class Engine:
         self.steps_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
         self.gpu_locks = {d.device: threading.RLock() for d in found if d.kind == "cuda" and d.sharers > 1}
         self.workers = [Worker(self, i, d.device) for i, d in enumerate(found)]
+        # The model whose activations made regions shrink, and how large it lets them be.
+        self._room_for_regions: tuple[weakref.ref[Any], int] | None = None
         self.closed = False
         self.ended = False  # closed, and nothing of it runs any more
 
@@ -184,24 +189,47 @@ class Engine:
 
     # -- device memory -------------------------------------------------------------------------------------------
     def reserve_regions(
-        self, wanted: list[int], least: list[int], ceiling: Callable[[], int | None] = lambda: None
+        self,
+        wanted: list[int],
+        least: list[int],
+        ceiling: Callable[[], int | None] = lambda: None,
+        owner: weakref.ref[Any] | None = None,
     ) -> None:
         """Makes every device's region at least ``wanted`` bytes, or ``least`` where memory does not allow more.
 
-        Regions that earlier plans made larger stay so, unless this call's activations find no room beside them.
+        Regions that earlier calls made larger stay so, unless this call's activations find no room beside them. Then
+        the others' grow no further than that again, for as long as the model lives that needed the room.
         Hold ``dispatch_lock``. Waits for all work when a region must change.
 
         Args:
-            ceiling: asked where a region is larger: how large it may be beside what the call needs; None: no limit.
+            ceiling: how large a region may be beside what the call needs; None: no limit. Asked where one has another
+                size than it is wanted.
+            owner: the model that calls.
         """
         sizes = [worker.region.numel() for worker in self.workers]
-        most = ceiling() if any(size > asked for size, asked in zip(sizes, wanted, strict=True)) else None
+        if sizes == wanted:
+            return
+        most = ceiling()
+        room = self._room_for_regions
+        if room is not None and room[0]() is None:
+            room = None
+        elif room is not None and owner == room[0] and most is not None:
+            room = room[0], max(*wanted, most)
+        self._room_for_regions = room
         limit = self.spec.memory_limit_bytes
         for worker, size, asked, minimum in zip(self.workers, sizes, wanted, least, strict=True):
             if size >= asked and (most is None or size <= max(asked, most)):
                 continue
-            if limit and size < asked:
-                asked = max(minimum, min(asked, limit))
+            if size >= asked:
+                assert most is not None
+                if owner is not None:
+                    mine = max(asked, most)
+                    self._room_for_regions = owner, min(mine, room[1]) if room else mine
+            else:
+                if room is not None:
+                    asked = max(minimum, min(asked, room[1]) // _ALIGNMENT * _ALIGNMENT)
+                if limit:
+                    asked = max(minimum, min(asked, limit))
                 if size >= asked:
                     continue
             self.wait_idle()

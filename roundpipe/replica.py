@@ -98,6 +98,10 @@ def _run_hooks(host: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def _inside(container: Any) -> tuple[Any, ...]:
+    return tuple(container) if type(container) is list else (*container, *container.values())
+
+
 def _other(value: Any, others: dict[int, Any]) -> Any:
     if isinstance(value, types.MethodType):
         owner = others.get(id(value.__self__))  # where it is no skeleton, its class does not have the method
@@ -135,6 +139,8 @@ class LayerReplica:
         self._nodes: list[tuple[nn.Module, nn.Module]] = []
         self._given: list[dict[str, Any]] = []
         self._memos: list[AttributeMemo] = []
+        # By node and name, of lists and dicts with something to exchange: the host's, and what its copy had in it.
+        self._copies: list[dict[str, tuple[Any, tuple[Any, ...]]]] = []
         # By id of the module and name: (its value on the host, the device's copy, version of the copy when loaded).
         self.loaded_buffers: dict[tuple[int, str], tuple[weakref.ref[HostTensor], torch.Tensor, int]] = {}
         self.placed_buffers: dict[tuple[int, str], nn.Module] = {}  # by the same: skeletons that have them
@@ -156,9 +162,11 @@ class LayerReplica:
         # Of classes that have compiled methods, by index of the node and name.
         self._methods: dict[int, dict[str, tuple[Any, Callable[..., Any]]]] = {}
         self._nodes = []
+        self._replaced: list[tuple[nn.Module, nn.Module]] = []  # and by what, see _twin
         root = self._make(self.layer)
-        self._origins = {id(twin): module for module, twin in self._nodes}
+        self._origins = {id(twin): module for module, twin in (*self._nodes, *self._replaced)}
         self._given = [{} for _ in self._nodes]
+        self._copies = [{} for _ in self._nodes]
         self._memos = [AttributeMemo() for _ in self._nodes]
         self._methods = {
             index: methods
@@ -172,6 +180,8 @@ class LayerReplica:
         known = twins.get(id(module))
         if known is None:  # not `or`: an empty container is false
             known = self._twin(module)
+            if known is not None:
+                self._replaced.append((module, known))
         if known is not None:
             twins[id(module)] = known
             return known
@@ -204,7 +214,7 @@ class LayerReplica:
         if self._structure_changed():
             self._build_again()
         self._moved = dict(self._twins)
-        self._origins = {id(twin): module for module, twin in self._nodes}
+        self._origins = {id(twin): module for module, twin in (*self._nodes, *self._replaced)}
         for module, twin in self._nodes:
             own = twin._parameters
             for name, parameter in module._parameters.items():
@@ -233,16 +243,19 @@ class LayerReplica:
             if memo.still(recomputes, host, own):
                 continue
             met = tuple(host.items())  # at once: another device's worker may assign to the host's module
+            copies: dict[str, tuple[Any, tuple[Any, ...]]] = {}
             given, simple = {}, index not in self._methods and id(module) not in self._forwards
             for name, value in met:
                 if name in OWN:
                     continue
-                given[name] = value if type(value) in INERT else self._rebind(value)
+                mine = given[name] = value if type(value) in INERT else self._rebind(value)
+                if mine is not value and type(value) in (list, dict):
+                    copies[name] = value, _inside(mine)
                 simple = simple and (type(value) in INERT or not moves(value))
             for name in own.keys() - given.keys() - OWN:
                 del own[name]
             own.update(given)
-            self._given[index] = given
+            self._given[index], self._copies[index] = given, copies
             memo.note(recomputes, met, own, simple)
         for index, methods in self._methods.items():
             module, twin = self._nodes[index]
@@ -270,7 +283,8 @@ class LayerReplica:
 
         See Note [Handed on] in held.py for what stays here.
         """
-        for (module, twin), given, memo in zip(self._nodes, self._given, self._memos, strict=True):
+        places = zip(self._nodes, self._given, self._copies, self._memos, strict=True)
+        for (module, twin), given, copies, memo in places:
             own = twin.__dict__
             if memo.untouched(own):
                 continue
@@ -285,10 +299,12 @@ class LayerReplica:
                     for home in homes:
                         home[name] = returned
                 elif type(value) in (list, dict):
-                    shared = homes[-1].get(name)
-                    if shared is value:
+                    if name not in copies:
                         self._return_inside(value)
-                    elif type(shared) is type(value):  # what moved in it, and it is a copy
+                        continue
+                    shared, before = copies[name]
+                    now = _inside(value)
+                    if len(before) != len(now) or not all(map(operator.is_, before, now)):
                         self._return_copy(value, shared)
             for name in given.keys() - own.keys():
                 for home in homes:
@@ -306,11 +322,11 @@ class LayerReplica:
         """The host's container becomes what the forward made of its copy."""
         returned = self._exchanged(value, self._origins)
         if type(shared) is list:
-            if len(shared) != len(returned) or not all(map(operator.is_, shared, returned)):
-                shared[:] = returned
-        elif shared.keys() != returned.keys() or not all(shared[key] is v for key, v in returned.items()):
-            shared.clear()
-            shared.update(returned)
+            shared[:] = returned
+            return
+        shared.update(returned)  # never empty meanwhile: another device's worker may look at it
+        for key in shared.keys() - returned.keys():
+            shared.pop(key, None)
 
     def _rebind(self, value: Any) -> Any:
         """Methods, modules and parameters of the host layer that stand in attributes, or in lists there (as nn.LSTM

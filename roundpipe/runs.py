@@ -277,23 +277,26 @@ def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type
     if call.advisor is not None:
         call.advisor.plan = plan
     call.tight = state.measurements.tight.get(plan_key(plan, call.num_microbatch, call.grain))
-    call.region_ceiling = functools.partial(_room_for_regions, weakref.proxy(state), run_type, plan, call.grain)
+    if call.keeps_graph:
+        here = weakref.proxy(state), weakref.proxy(call)
+        call.region_ceiling = functools.partial(_room_for_regions, *here, run_type, plan)
+        call.region_owner = weakref.ref(state)
     state.began(call)
     if call.window is not None:
         call.window.calls.append(call)
     call.dispatch(plan, run_type)
 
 
-def _room_for_regions(state: TrainingState, run_type: str, plan: ModelExecutePlan, grain: str) -> int | None:
-    """What weights and gradients may take of a device beside the largest stage's activations, as far as they have been
-    measured; None: no limit.
+def _room_for_regions(state: TrainingState, call: Call, run_type: str, plan: ModelExecutePlan) -> int | None:
+    """What weights and gradients may take of a device beside the activations of the largest stage that runs backward,
+    as far as they have been measured; None: no limit.
     """
     usable = usable_bytes([state.plan_limits()[1]])
-    if usable is None or run_type == "infer":
-        return usable
-    costs = state.layer_costs(run_type)
-    stages = (costs[stage.start : stage.stop] for stage in plan.bwd_plan)
-    return usable - max(activation_bytes(stage, by_layer=grain == "layer") for stage in stages)
+    if usable is None:
+        return None
+    costs, by_layer = state.layer_costs(run_type), call.grain == "layer"
+    stages = [costs[stage.start : stage.stop] for stage in call.backward_stages(plan)]
+    return usable - max(activation_bytes(stage, by_layer=by_layer) for stage in stages)
 
 
 def _raise_if_failed(state: TrainingState, call: Call) -> None:

@@ -165,3 +165,71 @@ def test_what_recompute_sees_is_what_the_forward_left() -> None:
         for mine, other in zip(*grads, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
         assert all(layer.a == 7.0 for layer in wrapped.model)
+
+
+class Logged(nn.Module):
+    """Has a list with a module in it under two names, and a table of methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.__dict__["log"] = self.__dict__["again"] = [self.linear]
+        self.ops = {"apply": self.apply_linear}
+
+    def apply_linear(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append(0.5)
+        return self.ops["apply"](self.log[0](x))
+
+
+def test_a_container_with_modules_in_it_comes_back_only_where_it_was_changed() -> None:
+    roundpipe.use_devices("host:2")
+    layer = Logged()
+    seen: list[float] = []
+    shared: list[Any] = [layer.linear]
+    layer.__dict__["hooked"] = shared
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        shared.append(1.0)  # the host's own list, beside the copy that the skeleton has
+        seen.append(1.0)
+
+    layer.register_forward_hook(hook)
+    method = layer.ops["apply"]
+    wrapped = RoundPipe(nn.Sequential(layer, nn.Tanh()))
+    with torch.no_grad():
+        for _ in range(3):
+            wrapped(torch.randn(4, 4), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+    assert len(seen) == 6
+    assert shared == [layer.linear, *seen]
+    assert layer.log is layer.again and layer.log == [layer.linear, *[0.5] * 6]
+    assert layer.ops["apply"] is method
+
+
+class Ordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = nn.Linear(64, 4)
+        self.order = [self.blocks[0], self.blocks[2], self.blocks[1]]
+        self.table = {"first": self.blocks[0], "number": 1}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.order:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def test_containers_of_a_model_whose_parts_are_streamed_stay_the_users() -> None:
+    roundpipe.use_devices("host:2")
+    torch.manual_seed(0)
+    model = Ordered()
+    plain = copy.deepcopy(model)
+    wrapped = roundpipe.wrap_model_to_roundpipe(model, lower_threshold=4000)
+    for _ in range(2):
+        x = torch.randn(4, 64)
+        torch.testing.assert_close(wrapped(x), plain(x))
+        assert [id(block) for block in model.order] == [id(model.blocks[i]) for i in (0, 2, 1)]
+        assert model.table["first"] is model.blocks[0]
+    wrapped.synchronize()

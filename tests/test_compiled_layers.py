@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -445,3 +446,49 @@ def test_modules_of_a_forward_of_the_users_own_stay_compiled() -> None:
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         oracle.assert_close_to_scale(mine.grad, other.grad, "gradient")
     assert backend.graphs >= 3 and backend.runs == 2 * 3
+
+
+class Spoken(nn.Module):
+    """What code does with a method that its class has compiled, besides calling it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def act(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "copy":
+            other = copy.deepcopy(self)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            return self.act(x) + 100 * other.act(x)
+        if self.what == "assign":
+            self.function = self.act
+            return self.function(x)
+        if self.what == "signature":
+            known = inspect.signature(self.act).parameters
+            return self.act(x, **({"scale": 2.0} if list(known) == ["x", "scale"] else {}))
+        return self.act(x) * (2.0 if self.act.__self__ is self else 1.0)  # type: ignore[attr-defined]
+
+
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
+@pytest.mark.parametrize("what", ["copy", "assign", "signature", "self"])
+def test_a_compiled_method_of_a_class_is_a_method_of_the_skeleton(what: str) -> None:
+    if OLD and what in ("copy", "assign"):
+        pytest.skip("before PyTorch 2.12 it is a function there")
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:1")
+    layer, x = Spoken(what), torch.randn(2, 4)
+    with torch.no_grad():
+        wanted = layer(x)
+        vars(layer).pop("function", None)
+        wrapped = RoundPipe(nn.Sequential(layer))
+        torch.testing.assert_close(wrapped(x), wanted)
+    if what == "assign":
+        assert layer.function.__self__ is layer  # type: ignore[operator, union-attr]

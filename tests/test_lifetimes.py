@@ -119,3 +119,36 @@ def test_a_wrapper_that_is_dropped_at_work_takes_its_memory_along(kind: str) -> 
     del wrapped, optimizer, state, step
     at_rest(collects=False)  # what is under way ends first
     assert [ref() for ref in alive if ref() is not None] == []
+
+
+class Watched(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.up, self.down, self.keeps = nn.Linear(128, 512), nn.Linear(512, 128), keeps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.down(nn.functional.gelu(self.up(x)))
+        if self.keeps == "statistic":
+            self.kept = inner.mean()
+        return x + inner
+
+
+@pytest.mark.parametrize("keeps", ["statistic", "hook"])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_a_statistic_that_was_not_detached_keeps_no_graphs_of_layers(keeps: str, grain: str) -> None:
+    """24 layers, of which each has 5 MiB of activations: all of them would be five times what there is."""
+    roundpipe.use_devices("host:1@24MiB")
+    layers = [Watched(keeps) for _ in range(24)]
+    found: list[torch.Tensor] = []
+    if keeps == "hook":
+        for layer in layers:
+            layer.register_forward_hook(lambda module, args, out: found.append(out.mean()))
+    wrapped = RoundPipe(nn.Sequential(*layers))
+    config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain, execute_plan=one_layer_stages(24))
+    for _ in range(3):
+        found.clear()
+        loss = wrapped.forward_backward(
+            (torch.randn(1024, 128),), loss_fn=lambda out, _: out.square().mean(), run_config=config
+        )
+        assert torch.isfinite(loss)
+        wrapped.synchronize()

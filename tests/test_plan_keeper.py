@@ -22,7 +22,7 @@ from roundpipe.planner import Request, plan_stages
 from roundpipe.stage_search import Part, StageLists
 
 from . import oracle
-from .at_rest import fresh_engine
+from .at_rest import at_rest, fresh_engine
 from .gpu_history import PeakHistory
 
 
@@ -348,6 +348,60 @@ def test_regions_of_the_first_plan_leave_room_for_those_after_it(limit: int) -> 
         assert torch.isfinite(wrapped(x[:8])).all()
     wrapped.forward_backward((x,), loss_fn=lambda out, _: out.square().mean(), run_config=config)
     wrapped.synchronize()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("other", ["itself", "teacher"])
+def test_training_that_alternates_with_inference_settles(other: str, devices: int) -> None:
+    """Inference wants more weights at a time than there is room for beside training's activations."""
+    engine = fresh_engine(f"host:{devices}@24MiB")
+    torch.manual_seed(0)
+    student = RoundPipe(nn.Sequential(*(Growing(128) for _ in range(48))))
+    teacher = student if other == "itself" else RoundPipe(nn.Sequential(*(Growing(256) for _ in range(24))))
+    x, seen = torch.randn(2048, 128), torch.randn(64, 128 if other == "itself" else 256)
+    regions = []
+    for _ in range(5):
+        with torch.no_grad():
+            assert torch.isfinite(teacher(seen)).all()
+        regions.append([worker.region.numel() for worker in engine.workers])
+        student.zero_grad()
+        student.forward_backward(
+            (x,), loss_fn=lambda out, _: out.square().mean(), run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
+        student.synchronize()
+        regions.append([worker.region.numel() for worker in engine.workers])
+    assert regions[-1] == regions[-2] == regions[-3] == regions[-4]
+    if devices == 1:
+        assert regions[-1] < regions[0]
+    del student
+    at_rest()
+    if other == "teacher":  # nobody needs the room any more
+        with torch.no_grad():
+            teacher(seen)
+        assert [worker.region.numel() for worker in engine.workers] == [max(regions[0][0], regions[-1][0])] * devices
+
+
+def test_stages_that_no_gradient_reaches_need_no_room() -> None:
+    engine = fresh_engine("host:1@24MiB")
+    model = nn.Sequential(*(Growing(128) for _ in range(24)))
+    model[:23].requires_grad_(False)
+    wrapped = RoundPipe(model)
+    plan, whole = ModelExecutePlan(), ModelExecutePlan()
+    plan.fwd_plan, plan.bwd_plan = [range(23)], [range(23, 24), range(23)]
+    whole.fwd_plan = [range(24)]
+    regions = []
+    for _ in range(4):
+        wrapped.forward_backward(
+            (torch.randn(2048, 128),),
+            loss_fn=lambda out, _: out.square().mean(),
+            run_config=RoundPipeRunConfig(num_microbatch=1, execute_plan=plan),
+        )
+        wrapped.synchronize()
+        regions.append(engine.workers[0].region.numel())
+        with torch.no_grad():
+            wrapped(torch.randn(8, 128), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1, execute_plan=whole))
+        regions.append(engine.workers[0].region.numel())
+    assert len(set(regions[3:])) == 1
 
 
 @pytest.mark.needs_cuda
