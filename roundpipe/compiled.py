@@ -160,7 +160,8 @@ _METHODS_KEEP_SELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12
 
 def _bound(compiled: Callable[..., Any], twin: nn.Module) -> Callable[..., Any]:
     """PyTorch before 2.12 loses the ``self`` of a method that a module has for itself, where another compiled module
-    calls it. There it is a function, which a deep copy of the skeleton does not bind to the copy.
+    calls it, and refuses functions with a ``__self__``. There it is a plain function, which a deep copy of the skeleton
+    does not bind to the copy.
     """
     if _METHODS_KEEP_SELF:
         return types.MethodType(compiled, twin)
@@ -172,7 +173,6 @@ def _bound(compiled: Callable[..., Any], twin: nn.Module) -> Callable[..., Any]:
     method.__name__, method.__qualname__, method.__doc__ = plain.__name__, plain.__qualname__, plain.__doc__
     own = inspect.signature(plain)
     method.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
-    method.__self__, method.__func__ = twin, compiled  # type: ignore[attr-defined]
     return method
 
 

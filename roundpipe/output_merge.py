@@ -2,7 +2,9 @@
 
 Note [Automatic merge]
 Tensors with dimensions are concatenated on dim 0; 0-dim tensors are averaged, every microbatch counting the same
-(numbers that are not floating point become the default floating point type); all other leaves must be equal.
+(numbers that are not floating point become the default floating point type); all other leaves must be equal. Of a model
+that was called with ``num_items_in_batch``, as those of transformers are, the microbatches' losses are added: each is a
+sum over its own labels, divided by the count of the whole batch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from roundpipe.chunk_spec import chunk_dim, is_chunk, is_reducer, is_replicate
 from roundpipe.errors import SplitError
 from roundpipe.packed import RoundPipePackedData, TransferEvent
 
-__all__ = ["merge_outputs"]
+__all__ = ["merge_outputs", "with_loss_of_batch"]
 
 _REMEDY = "; set RoundPipeRunConfig.merge_output to a spec or a function that knows what to do, or to False"
 
@@ -75,6 +77,19 @@ def merge_outputs(
     return pytree.tree_unflatten(
         [_merge(leaf, column, rows) for leaf, column in zip(first, columns, strict=True)], tree
     )
+
+
+def with_loss_of_batch(merged: Any, outputs: Sequence[Any]) -> Any:
+    """``merged`` with the sum of the microbatches' losses in place of their mean, see Note [Automatic merge].
+
+    Only where it has a ``"loss"``, and no balancing loss is part of that: of such the mean is right.
+    """
+    if len(outputs) == 1 or not isinstance(merged, dict) or merged.get("aux_loss") is not None:
+        return merged
+    losses = [output.get("loss") for output in outputs]
+    if all(isinstance(loss, torch.Tensor) and loss.dim() == 0 for loss in losses):
+        merged["loss"] = torch.stack(losses).sum()
+    return merged
 
 
 def _merge(leaf: Leaf, values: list[Any], rows: Sequence[int] | None) -> Any:

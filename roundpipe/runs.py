@@ -25,6 +25,7 @@ from .interrupts import uninterrupted
 from .layer_cost import activation_bytes
 from .oom_adapt import adapting
 from .oom_advice import OomAdvisor, plan_key
+from .output_merge import with_loss_of_batch
 from .plan import ModelExecutePlan
 from .run_config import ResolvedConfig
 from .training_state import TrainingState
@@ -101,7 +102,7 @@ def _forward(
     if packed:
         return pack(engine, boundaries, outputs, _rows(config, pieces))
     trees = [pytree.tree_unflatten(leaves, b.spec) for leaves, b in zip(outputs, boundaries, strict=True)]
-    return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
+    return _placed(_merge(trees, config, pieces), config)
 
 
 def _inputs(engine: Engine, pieces: InputPieces) -> list[Boundary]:
@@ -119,7 +120,14 @@ def _merged(
         leaves = [unread_leaves(b, call.is_saved) for b in boundaries]
         return pack(call.engine, boundaries, leaves, _rows(config, pieces))
     trees = [pytree.tree_unflatten(_received_leaves(state, call, b), b.spec) for b in boundaries]
-    return _placed(merge_outputs(trees, config.merge_output, rows=_rows(config, pieces)), config)
+    return _placed(_merge(trees, config, pieces), config)
+
+
+def _merge(trees: list[Any], config: ResolvedConfig, pieces: InputPieces) -> Any:
+    merged = merge_outputs(trees, config.merge_output, rows=_rows(config, pieces))
+    counted = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in pieces)
+    automatic = config.merge_output is None or config.merge_output is True
+    return with_loss_of_batch(merged, trees) if counted and automatic else merged
 
 
 def _rows(config: ResolvedConfig, pieces: InputPieces) -> list[int] | None:

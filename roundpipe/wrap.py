@@ -39,7 +39,8 @@ def wrap_model_to_roundpipe(
 
     A decoder-only causal language model of transformers (the preset) becomes prefix, blocks and head, each a layer; it
     takes all arguments of its own forward, plus ``return_logits=False`` for the loss without materialised logits, and
-    returns its own output type. An ``nn.Sequential`` has its children as layers.
+    returns its own output type. An ``nn.Sequential`` has its children as layers. Gradient checkpointing of a model of
+    transformers is switched off (logged): stages are recomputed anyway.
 
     Any other model runs its own forward on the host, and its parts are streamed when that calls them. Which modules are
     parts is decided from the root down by the rules of Note [Tree walk] in tree_rules.py, and logged. The result is an
@@ -66,6 +67,7 @@ def wrap_model_to_roundpipe(
     if not isinstance(model, nn.Module) and callable(model):
         model = FunctionLayer(model)
     _check_model(model)
+    _leave_out_checkpointing(model)
     _check_thresholds(lower_threshold, upper_threshold)
     skipped = _checked_modules("skip_modules", skip_modules)
     overrides = _checked_overrides(override_config)
@@ -164,6 +166,17 @@ def _check_model(model: object) -> None:
     if model._compiled_call_impl is not None:
         raise ConfigError(f"{kind}.compile() was called; wrap a model that is not compiled")
     refuse_unsuitable(model)
+
+
+def _leave_out_checkpointing(model: nn.Module) -> None:
+    """Of transformers: its blocks would be recomputed twice, and the preset's stand-ins for them have none of it."""
+    disable = getattr(model, "gradient_checkpointing_disable", None)
+    if callable(disable) and any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
+        disable()
+        logger.info(
+            "gradient checkpointing of %s is switched off: RoundPipe recomputes every stage but the last anyway",
+            type(model).__name__,
+        )
 
 
 def _check_thresholds(lower: object, upper: object) -> None:

@@ -122,3 +122,53 @@ def test_saving_through_the_wrapper_writes_the_newest_weights(tmp_path):
     saved = type(hf_model).from_pretrained(tmp_path).lm_head.weight
     newest = next(p for name, p in model.optim_named_parameters() if name == "lm_head.weight")
     assert torch.equal(saved, newest) and not torch.equal(saved, before)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_a_loss_by_counted_labels_is_that_of_the_batch(rows):
+    """However the rows are dealt out, and differentiated by the caller or by us."""
+    roundpipe.use_devices("host:2")
+    batch = make_batch(rows=rows, padding="right")
+    counted = batch["labels"][:, 1:].ne(-100).sum()
+    plain, hf_model = make_model("qwen3", "sdpa"), make_model("qwen3", "sdpa")
+    model = wrap_model_to_roundpipe(hf_model)
+    config = RoundPipeRunConfig(num_microbatch=3)
+    wanted = plain(**batch, num_items_in_batch=counted).loss
+    wanted.backward()
+    loss = model(**batch, num_items_in_batch=counted, roundpipe_run_config=config).loss
+    assert_close(loss, wanted, "loss")
+    loss.backward()
+    model.synchronize()
+    for (name, parameter), other in zip(hf_model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(parameter.grad, other.grad, name)
+    with torch.no_grad():
+        assert_close(model(**batch, num_items_in_batch=counted, roundpipe_run_config=config).loss, wanted, "inference")
+    loss, output = model.forward_backward(
+        input_kwargs=dict(batch, num_items_in_batch=counted),
+        loss_fn=lambda output, _: output.loss,
+        run_config=config,
+        return_outputs=True,
+    )
+    assert_close(loss, wanted, "loss of forward_backward")
+    assert_close(output.loss, wanted, "its output's")
+
+
+@pytest.mark.parametrize("preset", [True, False])
+def test_gradient_checkpointing_is_switched_off(preset, caplog):
+    roundpipe.use_devices("host:2")
+    batch = make_batch()
+    plain, hf_model = make_model("llama", "sdpa"), make_model("llama", "sdpa")
+    hf_model.gradient_checkpointing_enable()
+    hf_model.train()
+    with caplog.at_level("INFO", logger="roundpipe"):
+        model = wrap_model_to_roundpipe(hf_model, use_sequential_preset=preset)
+    assert "gradient checkpointing of LlamaForCausalLM is switched off" in caplog.text
+    assert not hf_model.is_gradient_checkpointing
+    loss = model(**batch, use_cache=False, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).loss
+    wanted = plain(**batch).loss
+    assert_close(loss, wanted, "loss")
+    loss.backward()
+    wanted.backward()
+    model.synchronize()
+    for (name, parameter), other in zip(hf_model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(parameter.grad, other.grad, name)

@@ -94,8 +94,6 @@ class RoundPipeTrainer(transformers.Trainer):
         """The wrapper around `self.model`, which `model_init` may have replaced."""
         if self._wrapper is None or self._wrapper._naming_model() is not self.model:
             without_foreign_forward(self.model)
-            if any(getattr(module, "gradient_checkpointing", False) is True for module in self.model.modules()):
-                self.model.gradient_checkpointing_disable()
             self._wrapper = wrap_model_to_roundpipe(
                 self.model, model_run_config=self._run_config, name="trainer", **self._roundpipe_kwargs
             )
