@@ -480,6 +480,20 @@ def living_states() -> list[TrainingState]:
     return list(_living)
 
 
+def _tell_at_exit(_deadline: float) -> None:
+    """The last error of a program that ends without ``synchronize()``: nobody else would hear of it."""
+    for state in living_states():
+        failure = state._first_failure()
+        if failure is not None and not isinstance(failure, _ops.Poisoned):
+            logger.error(
+                "the program ends after a failure that no call has raised; end it with model.synchronize()",
+                exc_info=failure,
+            )
+
+
+engines.at_engine_exit.append(_tell_at_exit)
+
+
 def _let_go(layers: list[nn.Module], units: list[Unit], placement: Placement, pool: GradientPool) -> None:
     engines.forget_model(layers, [parameter for unit in units for parameter in unit.parameters])
     for unit in units:

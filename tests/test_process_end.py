@@ -213,11 +213,54 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
+HEARD = ("exception of the caller", "failed call", "forks")  # of which something is to be heard, or more to be checked
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_call_is_told_at_the_exit(endings: dict[str, tuple[int, str]]) -> None:
+    code, errors = endings["failed call"]
+    assert code == 0 and errors.startswith("the program ends after a failure that no call has raised"), errors
+    assert errors.count("the program ends") == 1
+
+
 @pytest.mark.timeout(300)  # the first one runs them all
-@pytest.mark.parametrize("ending", [name for name in ENDINGS if name not in ("exception of the caller", "forks")])
+@pytest.mark.parametrize("ending", [name for name in ENDINGS if name not in HEARD])
 def test_exit_with_work_in_flight(ending: str, endings: dict[str, tuple[int, str]]) -> None:
     code, errors = endings[ending]
     assert (code, errors) == (0, ""), errors
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_error_of_the_last_step_is_told_at_the_exit(told: bool) -> None:
+    program = """
+def bad():
+    raise KeyError("in the last step")
+call()
+model.step(bad)
+while all(task.error is None for task in model._state._tasks):  # or the exit may come before the step
+    time.sleep(0.01)
+"""
+    if told:
+        program += """
+try:
+    model.synchronize()
+except roundpipe.errors.StageError:
+    pass
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORTS + PRELUDE + program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parent.parent,
+        env=environment(),
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    if told:
+        assert result.stderr == ""
+    else:
+        assert "synchronize()" in result.stderr and "KeyError: 'in the last step'" in result.stderr
 
 
 def test_an_exit_waits_for_seconds_at_most() -> None:
