@@ -2,9 +2,10 @@
 
 Note [Attributes that stay]
   A skeleton takes over its host module's attributes before each call of the layer, and afterwards returns what the
-  forward assigned. Most never change, and to look at each of them took longer than to launch the layer. So both sides
-  are compared whole, by identity, with what they were when everything was last looked at. Modules with attributes that
-  must be exchanged for the skeleton's own (modules, parameters, methods, compiled functions) are looked at each time.
+  forward assigned. Most never change, and to look at each of them costs a good part of what launching the layer does.
+  So both sides are compared whole, by identity, with what they were when everything was last looked at. Modules with
+  attributes that must be exchanged for the skeleton's own (modules, parameters, methods, compiled functions) are looked
+  at each time.
 """
 
 from __future__ import annotations

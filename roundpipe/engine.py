@@ -21,6 +21,7 @@ from .devices import DeviceSpec, active_spec, devices
 from .errors import ConfigError, DeviceOutOfMemory, RoundPipeError, StallError
 from .live_memory import BesideCompiledCode, LiveMemory
 from .replica import DeviceParameters, LayerReplica
+from .units import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +35,6 @@ _of_thread = threading.local()  # .device: the name of the device whose worker t
 
 class Runnable(Protocol):
     def run(self, worker: Worker) -> None: ...
-
-
-_ALIGNMENT = 256  # bytes; of units in a region
 
 
 class Worker:
@@ -227,7 +225,7 @@ class Engine:
                     self._room_for_regions = owner, min(mine, room[1]) if room else mine
             else:
                 if room is not None:
-                    asked = max(minimum, min(asked, room[1]) // _ALIGNMENT * _ALIGNMENT)
+                    asked = max(minimum, min(asked, room[1]) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
                 if limit:
                     asked = max(minimum, min(asked, limit))
                 if size >= asked:

@@ -189,19 +189,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "ROUNDPIPE_CHECK": "1"}
 
 
-@pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Exit code (-9: it did not end) and stderr by ending."""
-    command = [
-        sys.executable,
-        "-c",
-        IMPORTS + DRIVER,
-        json.dumps(ENDINGS),
-        str(tmp_path_factory.mktemp("log")),
-        PRELUDE,
-    ]
+def finished(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that has ended well."""
     result = subprocess.run(
-        command,
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -210,6 +201,13 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code (-9: it did not end) and stderr by ending."""
+    result = finished(IMPORTS + DRIVER, json.dumps(ENDINGS), str(tmp_path_factory.mktemp("log")), PRELUDE)
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
@@ -247,16 +245,7 @@ try:
 except roundpipe.errors.StageError:
     pass
 """
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORTS + PRELUDE + program],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=Path(__file__).parent.parent,
-        env=environment(),
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = finished(IMPORTS + PRELUDE + program)
     if told:
         assert result.stderr == ""
     else:

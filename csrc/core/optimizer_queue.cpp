@@ -40,8 +40,7 @@ std::size_t processors() {
   return std::max(1U, std::thread::hardware_concurrency());
 }
 
-// The threads that launch layers share cores, caches and memory with these. An iteration of benchmark W2 on 16 cores,
-// once each: 0.81 s with 14 threads, 0.77 s with 11, 0.83 s with 8.
+// The threads that launch layers share cores, caches and memory with these.
 std::size_t default_threads(std::size_t processors) {
   return std::max<std::size_t>(processors - std::min(processors, std::max<std::size_t>(2, processors / 4)), 1);
 }
