@@ -483,22 +483,22 @@ def test_gradient_stats(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.needs_cuda
 def test_fetches_of_a_host_that_runs_ahead_do_not_pile_up() -> None:
     engine, stream = _ops.engine_open("cuda", [0]), torch.cuda.Stream()
-    size = 16 << 20
+    size = 16 << 20  # bytes of float32, which sum() adds without a converted copy
     with torch.cuda.stream(stream):
         _ops.engine_set_stream(engine, 0, stream.cuda_stream)
-        record = _ops.stash_host(engine, [torch.ones(size, dtype=torch.uint8)])
-        sums = torch.zeros(6, dtype=torch.int64, device="cuda")
+        record = _ops.stash_host(engine, [torch.ones(size // 4)])
+        sums = torch.zeros(6, device="cuda")
         torch.cuda._sleep(1_000_000_000)  # half a second: no copy up can be over before
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for i in range(6):
-            target = torch.empty(size, dtype=torch.uint8, device="cuda")
+            target = torch.empty(size // 4, device="cuda")
             fetch = _ops.fetch_start(engine, 0, record, [target], ACTIVATIONS)
             assert _ops.wait(_ops.fetch_wait, fetch, timeout_s=20)
             sums[i] = target.sum()
             del target
         assert torch.cuda.max_memory_allocated() - before < 3 * size
-    assert sums.tolist() == [size] * 6
+    assert sums.tolist() == [size // 4] * 6
     _ops.record_drop(record)
     assert _ops.wait(_ops.engine_wait_idle, engine, timeout_s=20)
     _ops.engine_close(engine)
