@@ -36,9 +36,9 @@ OPS = """
 """
 CORE = """
     activation_store address_ranges bounce_buffers cgroup_memory copy_lane event_pool gradient_pool happens_before
-    host_arena host_backend host_claim host_mapping host_stream lane_request layer_clock mapping_pool memory_limits
-    memory_map optimizer_queue pin_limits proc_files region_extents slice_pool stage_release stage_streamer
-    stored_record streamed_job trace transfer_engine
+    host_arena host_backend host_claim host_mapping host_stream lane_request layer_clock mapping_pool memory_advice
+    memory_limits memory_map optimizer_queue pin_limits proc_files read_ahead region_extents slice_pool stage_release
+    stage_streamer stored_record streamed_job trace transfer_engine
 """
 CPU = """
     adam convert dynamic_code lion sgd update_kernels convert_avx2 convert_avx512 convert_portable
@@ -95,9 +95,9 @@ class NinjaBuild(build_ext):
         compilers = {".cpp": f"{cxx} {common} -g1 -fPIC -pthread -fvisibility=hidden {FLAGS}"}
         if ext.sources == KERNELS:
             compilers[".cu"] = f"{nvcc} {common} -Xcompiler -fPIC,-fvisibility=hidden {architecture_flags()}"
-        linker = f"{cxx} -Wl,--as-needed" if ext.sources == SOURCES else f"{nvcc} -cudart static -Xlinker --as-needed"
+        linker = cxx if ext.sources == SOURCES else f"{nvcc} -cudart static"
         # The linker is told which libraries of torch we use, not where they are: they are loaded before we are.
-        libraries = f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
+        libraries = f"-Xlinker --as-needed -Xlinker -zdefs -L{torch}/lib -ltorch -ltorch_cpu -lc10 -ldl -lpthread"
         rule = "rule compile{}\n  description = $in\n  depfile = $out.d\n  deps = gcc\n  command = {} -MMD -MF $out.d"
         lines = [rule.format(*compiler) + " -c $in -o $out" for compiler in compilers.items()]
         lines += [f"rule link\n  description = $out\n  command = {linker} -shared $in -o $out {libraries}"]

@@ -1,7 +1,5 @@
 #include "core/bounce_buffers.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -9,50 +7,14 @@
 
 #include "core/errors.h"
 #include "core/happens_before.h"
-#include "core/memory_limits.h"
+#include "core/memory_advice.h"
 
 namespace roundpipe {
 namespace {
 
 constexpr std::size_t kGrain = std::size_t{256} << 10;  // what one thread copies at least
-constexpr std::size_t kMostAhead = std::size_t{1} << 30;
-constexpr std::size_t kLeastAhead = std::size_t{32} << 20;
-#ifdef MADV_COLD
-constexpr int kCold = MADV_COLD;
-#else
-constexpr int kCold = 20;  // Linux 5.4; an older kernel answers EINVAL
-#endif
-#ifdef MADV_POPULATE_READ
-constexpr int kPopulateRead = MADV_POPULATE_READ;
-#else
-constexpr int kPopulateRead = 22;  // Linux 5.14; an older kernel answers EINVAL
-#endif
-
-void advise(const void* base, std::size_t bytes, int advice, bool whole_pages_only) noexcept {
-  const auto page = static_cast<std::uintptr_t>(page_bytes());
-  std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(base), end = begin + bytes;
-  // What lies beside the range may be needed sooner than the range itself.
-  begin = whole_pages_only ? (begin + page - 1) / page * page : begin / page * page;
-  if (whole_pages_only) end = end / page * page;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
-}
 
 }  // namespace
-
-void advise_read_ahead(const void* base, std::size_t bytes) noexcept { advise(base, bytes, MADV_WILLNEED, false); }
-
-// Not MADV_DONTNEED, which would throw away what was written to a private mapping: cold pages only go first.
-void advise_drop_behind(const void* base, std::size_t bytes) noexcept { advise(base, bytes, kCold, true); }
-
-// One call waits for the pages and maps them all; the copy alone would fault in a few of them at a time.
-void advise_read_now(const void* base, std::size_t bytes) noexcept { advise(base, bytes, kPopulateRead, false); }
-
-std::size_t read_ahead_bytes() {
-  const MemoryLimits limits = read_memory_limits();
-  std::size_t room = limits.total_bytes == 0 ? kMostAhead * 8 : limits.total_bytes;
-  if (limits.cgroup_limit_bytes != 0) room = std::min(room, limits.cgroup_limit_bytes);
-  return std::clamp(room / 8, kLeastAhead, kMostAhead);
-}
 
 BounceBuffers::BounceBuffers(std::shared_ptr<HostArena> arena, std::size_t buffer_bytes, std::size_t count,
                              std::size_t threads, HappensBefore* checker)

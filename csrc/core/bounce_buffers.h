@@ -42,13 +42,4 @@ class BounceBuffers {
   bool begun_ = false;      // the present chunk has a buffer
 };
 
-// Tells the kernel what will be read soon, what is read at once, and what will not be again. Advice: its refusal
-// changes nothing.
-void advise_read_ahead(const void* base, std::size_t bytes) noexcept;
-void advise_read_now(const void* base, std::size_t bytes) noexcept;
-void advise_drop_behind(const void* base, std::size_t bytes) noexcept;
-
-// How far ahead of the copies files are read: enough for a stage, little beside what the machine may hold.
-std::size_t read_ahead_bytes();
-
 }  // namespace roundpipe

@@ -13,10 +13,6 @@
 namespace roundpipe {
 namespace {
 
-// Chunks of files of which the kernel is told at a time: it reads while it is told, at the speed of the disk once the
-// disk's queue is full, and copies shall go on meanwhile.
-constexpr std::size_t kChunksAdvised = 4;
-
 void name_thread(std::thread& thread, const char* lane, const char* role, const std::string& device) {
   const std::string name = std::string("rp") + lane + role + " " + device;
   pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
@@ -60,7 +56,10 @@ std::shared_ptr<Handover> CopyLane::submit(TransferRequest request, std::size_t 
     }
     ++unfinished_requests_;
     unfinished_bytes_ += submitted->bytes();
-    reads_files_ = reads_files_ || submitted->unadvised() != 0;
+    if (submitted->unadvised() != 0) {
+      reads_files_ = true;
+      ++generation_;  // the issuer shall look ahead at it although the head still waits
+    }
     queue_.push_back(submitted);
   }
   issuer_wakes_.notify_one();
@@ -116,7 +115,7 @@ void CopyLane::issue_loop() {
     head_blocked_ = false;
     const bool reads_files = reads_files_;
     lock.unlock();
-    const bool more_ahead = reads_files && read_ahead();
+    if (reads_files) look_ahead();
     Progress progress = Progress::kEnded;
     if (unusable) {
       end_failed(head, unusable);
@@ -125,7 +124,7 @@ void CopyLane::issue_loop() {
     }
     lock.lock();
     if (progress == Progress::kEnded) queue_.pop_front();
-    if (progress == Progress::kBlocked && !more_ahead) {
+    if (progress == Progress::kBlocked) {
       head_blocked_ = true;
       blocked_at_ = asked_at;
     }
@@ -145,8 +144,11 @@ void CopyLane::issue_loop() {
 
 // Also while the head waits for its place: then the disk has the most to win. Walks the requests in the order in which
 // they will be copied, so nothing has to be taken back when one of them fails.
-bool CopyLane::read_ahead() {
-  if (read_ahead_bytes_ == 0) read_ahead_bytes_ = roundpipe::read_ahead_bytes();
+void CopyLane::look_ahead() {
+  if (!read_ahead_) {
+    read_ahead_bytes_ = read_ahead_bytes();
+    read_ahead_ = std::make_unique<ReadAhead>(read_ahead_bytes_);
+  }
   std::vector<std::shared_ptr<LaneRequest>> next;
   {
     std::lock_guard lock(mutex_);
@@ -157,12 +159,11 @@ bool CopyLane::read_ahead() {
       if (request->unadvised() != 0) next.push_back(request);
     }
   }
-  std::size_t ahead = 0, budget = kChunksAdvised * options_.chunk_bytes;
+  std::size_t ahead = 0;
   for (const auto& request : next) {
-    if (ahead >= read_ahead_bytes_ || budget == 0) break;
-    ahead += request->advise(read_ahead_bytes_ - ahead, budget);
+    if (ahead >= read_ahead_bytes_) break;
+    ahead += request->advise(read_ahead_bytes_ - ahead, *read_ahead_);
   }
-  return budget == 0;
 }
 
 CopyLane::Progress CopyLane::advance(const std::shared_ptr<LaneRequest>& request) {

@@ -14,6 +14,7 @@
 #include "core/bounce_buffers.h"
 #include "core/event_pool.h"
 #include "core/lane_request.h"
+#include "core/read_ahead.h"
 #include "core/transfer_engine.h"
 
 namespace roundpipe {
@@ -63,7 +64,7 @@ class CopyLane {
   bool issue_chunk(LaneRequest& request, Chunk* chunk);  // true: it was the last
   void end_failed(const std::shared_ptr<LaneRequest>& request, std::exception_ptr failure);
   void push(Chunk chunk);
-  bool read_ahead();  // true: there is more to tell
+  void look_ahead();
 
   void reap_loop();
   void reap(const Chunk& chunk);
@@ -74,7 +75,8 @@ class CopyLane {
   const LaneOptions options_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<BounceBuffers> bounce_;  // null: none
-  std::size_t read_ahead_bytes_ = 0;             // issuer only; 0: not asked yet
+  std::unique_ptr<ReadAhead> read_ahead_;        // issuer only; null until a request reads files
+  std::size_t read_ahead_bytes_ = 0;             // with it
 
   std::mutex mutex_;  // guards everything below; never held while a callback or the device is called
   std::condition_variable issuer_wakes_;
@@ -82,8 +84,8 @@ class CopyLane {
   std::condition_variable request_ended_;           // for back-pressure and drain
   std::deque<std::shared_ptr<LaneRequest>> queue_;  // not wholly issued
   std::deque<Chunk> in_flight_;
-  // Counts pokes. The issuer notes it before it asks `ready` and sleeps only while it is unchanged, so that a poke
-  // between the question and the sleep is not lost.
+  // Counts pokes, and requests to look ahead at. The issuer notes it before it asks `ready` and sleeps only while it is
+  // unchanged, so that a poke between the question and the sleep is not lost.
   std::uint64_t generation_ = 0;
   bool head_blocked_ = false;  // the head said "not yet" when the generation was blocked_at_
   std::uint64_t blocked_at_ = 0;

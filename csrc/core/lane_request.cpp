@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/bounce_buffers.h"
 #include "core/errors.h"
 #include "core/happens_before.h"
+#include "core/read_ahead.h"
 #include "core/saturating_deadline.h"
 
 namespace roundpipe {
@@ -101,7 +101,7 @@ bool LaneRequest::next_piece(std::size_t room, std::size_t chunk, CopySegment* p
   return true;
 }
 
-std::size_t LaneRequest::advise(std::size_t most, std::size_t& budget) {
+std::size_t LaneRequest::advise(std::size_t most, ReadAhead& read_ahead) {
   std::size_t ahead = 0;
   // What was copied needs no advice any more.
   if (advised_segment_ < segment_ || (advised_segment_ == segment_ && advised_offset_ < offset_)) {
@@ -116,11 +116,9 @@ std::size_t LaneRequest::advise(std::size_t most, std::size_t& budget) {
     const std::size_t known = i < advised_segment_    ? segment.bytes
                               : i == advised_segment_ ? std::max(begin, advised_offset_)
                                                       : begin;
-    const std::size_t wanted =
-        std::min({segment.bytes, begin + (most - std::min(most, ahead)), std::max(known, begin) + budget});
+    const std::size_t wanted = std::min(segment.bytes, begin + (most - std::min(most, ahead)));
     if (wanted > known) {
-      budget -= wanted - known;
-      advise_read_ahead(static_cast<const char*>(segment.src) + known, wanted - known);
+      read_ahead.add(static_cast<const char*>(segment.src) + known, wanted - known);
       advised_segment_ = i;
       advised_offset_ = wanted;
     }

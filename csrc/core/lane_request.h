@@ -13,6 +13,8 @@
 
 namespace roundpipe {
 
+class ReadAhead;
+
 class LaneRequest final : public Handover {
  public:
   LaneRequest(Device& device, TransferRequest request, HappensBefore* checker);
@@ -37,9 +39,8 @@ class LaneRequest final : public Handover {
   void mark_issued(std::shared_ptr<Event> last);
   // Bytes mapped from files of which the kernel was not told yet that they will be read.
   std::size_t unadvised() const noexcept { return unadvised_.load(std::memory_order_relaxed); }
-  // Tells it so up to `most` bytes beyond what was copied, but of at most `budget` more bytes than before, which it
-  // takes from there; gives how many bytes of the request lie ahead now.
-  std::size_t advise(std::size_t most, std::size_t& budget);
+  // Has it told so up to `most` bytes beyond what was copied; gives how many bytes of the request lie ahead now.
+  std::size_t advise(std::size_t most, ReadAhead& read_ahead);
 
   // -- reaper's thread only, after the last chunk: runs `finished`, drops `keep_alive`, wakes who waits for completion
   void finish();
