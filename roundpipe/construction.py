@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from . import steps_by_hand
 from .arguments import check_name, check_optim_dtype
 from .call_site import call_site
 from .errors import ConfigError, ConfigTypeError
@@ -46,5 +47,6 @@ def check_arguments(
 def claim_weights(wrapper: RoundPipe, name: str | None, parameters: list[tuple[str, nn.Parameter]]) -> None:
     """Makes ``wrapper`` the owner of the parameters and gives it its name."""
     refuse_several_processes()
+    steps_by_hand.watch()
     wrapper.__dict__["name"] = name if name is not None else call_site()
     owners.claim(parameters, wrapper)

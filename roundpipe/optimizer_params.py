@@ -57,6 +57,7 @@ class OptimizerParameters:
         self._units = units
         self.dtype = dtype
         self._made: dict[int, OptimizerParameter] = {}
+        self._hosts: dict[int, nn.Parameter] = {}  # by id of the optimizer's parameter
         self.hold: Hold | None = None  # a save that has yet to write these and the state of their optimizer
 
     def __bool__(self) -> bool:
@@ -92,10 +93,15 @@ class OptimizerParameters:
                 parameter = nn.Parameter(flat.as_strided(layout.size, layout.stride))
                 parameter.__dict__.update(host.__dict__)
                 self._made[id(host)] = OptimizerParameter(host, flat, parameter, layout)
+                self._hosts[id(parameter)] = host
 
     def get(self, host: nn.Parameter) -> nn.Parameter | None:
         entry = self._made.get(id(host))
         return None if entry is None else entry.parameter
+
+    def host_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The host's parameter of the optimizer's; None for any other."""
+        return self._hosts.get(id(parameter))
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """(the host's, the optimizer's) parameter."""

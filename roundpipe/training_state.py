@@ -355,6 +355,10 @@ class TrainingState:
         self._forget_ended()
         engines.current().raise_reports()
 
+    def host_parameter(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """The host weight that is this parameter, or that this is the optimizer's copy of."""
+        return parameter if id(parameter) in self._versions else self.optimizer.host_of(parameter)
+
     def unsettled_training_call(self) -> Call | None:
         """The newest call that brings gradients and is not known to have kept them."""
         return next((c for c in reversed(self._calls) if c.joined and not c.settled), None)

@@ -431,6 +431,7 @@ def _raises() -> None:
 case("step_number", TypeError, "step_fn", lambda w: w.model.step(3))
 case("step_torch_optimizer", TypeError, "model.step(optimizer.step)", lambda w: w.model.step(w.optimizer))
 case("step_optimizer", TypeError, "step_fn", lambda w: w.model.step(None))
+case("step_by_hand", ValueError, "by hand", lambda w: w.optimizer.step())
 case("step_nothing", TypeError, "step_fn", lambda w: w.model.step())
 case("step_is_async", TypeError, "is_async", lambda w: w.model.step(w.update, "no"))
 

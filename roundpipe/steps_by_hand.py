@@ -1,0 +1,70 @@
+"""Steps taken by hand, which find no gradients: those of a wrapped model come to its optimizer in ``model.step``."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .errors import ConfigError
+from .optimizer_thread import thread as optimizer_thread
+from .ownership import owners
+
+if TYPE_CHECKING:
+    from .training_state import TrainingState
+
+__all__ = ["watch"]
+
+
+@functools.cache
+def watch() -> None:
+    """From now on a step that leaves a wrapped model's gradients where they are is a ConfigError."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or optimizer_thread.is_current():
+        return
+    from .optim.compact import CompactOptimizer  # not at the top: these are built on what calls watch
+    from .training_state import living_states
+
+    if isinstance(optimizer, CompactOptimizer):
+        return  # its step is the model's
+    for state in living_states():
+        if state.window:
+            _refuse_without_gradients(optimizer, state)
+
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
+    """Raises where gradients wait and the optimizer would find none of them. It may find some that the user's own code
+    has put there, and those of the host weights once ``synchronize`` has shown them.
+    """
+    read = {id(p) for unit in state.units if unit.key in state.host_read for p in unit.parameters}
+    first = host = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = state.host_parameter(parameter)
+            if found is None or (found is parameter and (state.grads_shown or id(parameter) in read)):
+                continue
+            if parameter.grad is not None:
+                return
+            if first is None:
+                first, host = parameter, found
+    if host is None:
+        return
+    owner = owners.of(host)
+    name = "a wrapped model" if owner is None else f"the wrapped model {owner.name!r}"
+    kind = type(optimizer).__name__
+    build = (
+        "Build the optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters() (its parameters are the "
+        "host weights now), and call"
+        if first is host
+        else "Call"
+    )
+    raise ConfigError(
+        f"{kind}.step() was called by hand, where {name} has gradients that its optimizer does not see: they come to "
+        f"it in model.step, so this step would train nothing. {build} model.step(optimizer.step) in its place, or "
+        "model.step(update) with a function that clips, steps and calls optimizer.zero_grad(). The gradients are kept."
+    )
