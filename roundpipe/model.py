@@ -22,6 +22,7 @@ from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
 from .ownership import owners
+from .plain_trainer import ASKED_FOR, refuse_plain_trainer
 from .run_config import ResolvedConfig, RoundPipeRunConfig, resolve
 from .training_state import TrainingState
 from .weight_placement import place
@@ -437,6 +438,8 @@ class RoundPipe(nn.Module):
         modules = self.__dict__.get("_modules", {})
         if "model" not in modules or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in ASKED_FOR:
+            refuse_plain_trainer(self.name)
         original = self.__dict__.get("original_model")
         if name == "model":
             found: Any = modules["model"]

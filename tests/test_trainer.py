@@ -274,3 +274,22 @@ def test_an_optimizer_of_the_host_weights_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="train nothing"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", [transformers.Trainer, transformers.Seq2SeqTrainer])
+@pytest.mark.parametrize("parts", [False, True])
+def test_the_plain_trainer_refuses_a_wrapped_model(kind: type, parts: bool, tmp_path: Path) -> None:
+    options = dict(use_sequential_preset=False, lower_threshold=8, upper_threshold=0) if parts else {}
+    model = roundpipe.wrap_model_to_roundpipe(LLAMA.make(), name="mine", **options)
+    with pytest.raises(ConfigError, match=f"'mine' was given to .* {kind.__name__}, .*roundpipe.hf.RoundPipeTrainer"):
+        kind(model=model, args=arguments(tmp_path), train_dataset=Texts(4))
+    assert getattr(model, "hf_device_map", None) is None  # nobody is refused the attribute but a Trainer
+
+
+def test_a_trainer_with_a_step_of_its_own_is_let_be(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            raise NotImplementedError
+
+    model = roundpipe.wrap_model_to_roundpipe(LLAMA.make(), name="mine")
+    assert Mine(model=model, args=arguments(tmp_path), train_dataset=Texts(4)).model is model
