@@ -21,6 +21,11 @@ def caller_level() -> int:
     return _first_frame_outside(_PACKAGE, "torch")[1]
 
 
+def asked_by_user() -> bool:
+    """Whether the function that asks was called from outside this package, not by another function of it."""
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] != _PACKAGE
+
+
 def _first_frame_outside(*packages: str) -> tuple[FrameType, int]:
     """With its level above the function that called into this file, which is at level 1."""
     frame, level = sys._getframe(2), 1

@@ -55,6 +55,41 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return layers  # type: ignore[return-value]  # none of them is None
 
 
+def warn_of_one_layer(model: nn.Module) -> None:
+    """Says that a whole model of many blocks is one layer, so that next to nothing of it is streamed."""
+    if isinstance(model, nn.Sequential):  # has been said, or is not so
+        return
+    kind = type(model).__name__
+    if any(
+        c.__name__ in _WHOLE_MODELS and c.__module__.startswith(("transformers.", "peft.")) for c in type(model).__mro__
+    ):
+        what = f"{kind} is no nn.Sequential"
+    else:
+        blocks = next((name for name, m in model.named_modules() if _are_blocks(m, model)), None)
+        if blocks is None:
+            return
+        what = f"{kind} is no nn.Sequential, though most of it is in the modules of {blocks!r}"
+    warnings.warn(
+        f"{what}: the whole model is one layer, which must fit in a device as it is. To stream its blocks one by one "
+        "use roundpipe.wrap_model_to_roundpipe(model), or wrap an nn.Sequential of them.",
+        stacklevel=caller_level(),
+    )
+
+
+_WHOLE_MODELS = ("PreTrainedModel", "PeftModel")
+_MANY_BLOCKS = 4
+
+
+def _are_blocks(module: nn.Module, model: nn.Module) -> bool:
+    """Many modules of one class that hold most of the model's parameters. (Not the experts of a block beside attention
+    and norms of its size, but those of a block that is little else.)
+    """
+    if not isinstance(module, nn.ModuleList) or len(module) < _MANY_BLOCKS or len({type(m) for m in module}) > 1:
+        return False
+    inside = sum(p.numel() for p in module.parameters())
+    return 2 * inside > sum(p.numel() for p in model.parameters())
+
+
 def _refuse_uncallable(module: nn.Module, what: str) -> None:
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         return

@@ -12,12 +12,12 @@ from torch import nn
 from . import engine as engines
 from . import runs, spans
 from .arguments import check_bool, check_state_dict, keyword_arguments
-from .call_site import caller_level
+from .call_site import asked_by_user, caller_level
 from .construction import check_arguments, claim_weights
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .grad_scaler import GradScaler
-from .layer_list import PassedBy, layers_of
+from .layer_list import PassedBy, layers_of, warn_of_one_layer
 from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
@@ -71,6 +71,8 @@ class RoundPipe(nn.Module):
         super().__init__()
         config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
         layers = layers_of(model)
+        if asked_by_user():
+            warn_of_one_layer(model)
         claim_weights(self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()])
         with owners.released_on_failure(self):
             state = place(layers, optim_dtype, pin_model, self.name)

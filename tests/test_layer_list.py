@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -180,3 +181,53 @@ def test_an_estimate_counts_a_layer_at_each_of_its_places() -> None:
         nn.Sequential(*[layer] * 4), 6, inputs=((torch.randn(6, 8),), {}), loss_fn=lambda out, _: out.sum()
     )
     assert estimate.asked.configuration.backward[0].stop == 4
+
+
+class Blocks(nn.Module):
+    """Most of its weights are in ``count`` modules of a list."""
+
+    def __init__(self, count: int, head: int = 2) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(count))})
+        self.head = nn.Linear(4, head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.trunk["blocks"]:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: make_model("llama"), "is no nn.Sequential: the whole model is one layer.*wrap_model_to_roundpipe"),
+        (lambda: make_model("llama").model, "is no nn.Sequential: the whole model"),
+        (lambda: Blocks(4), "Blocks is no nn.Sequential, though most of it is in the modules of 'trunk.blocks'"),
+    ],
+    ids=["language_model", "its_trunk", "blocks"],
+)
+def test_a_whole_model_as_one_layer_is_said(make: Callable[[], nn.Module], says: str) -> None:
+    with pytest.warns(UserWarning, match=says) as caught:
+        wrapped = RoundPipe(make())
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(wrapped)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: RoundPipe(Blocks(3)),
+        lambda: RoundPipe(Blocks(4, head=100)),
+        lambda: RoundPipe(nn.Sequential(Blocks(8), nn.Linear(2, 2))),
+        lambda: RoundPipe(nn.Linear(2, 2)),
+        lambda: wrap_model_to_roundpipe(Blocks(8), upper_threshold=10**6),
+        lambda: wrap_model_to_roundpipe(make_model("llama")),
+    ],
+    ids=["few", "mostly_head", "a_layer", "small", "as_asked", "preset"],
+)
+def test_nothing_is_said_of_others(wrap: Callable[[], RoundPipe]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap()
