@@ -18,7 +18,7 @@ import torch
 
 from . import _ops
 from .devices import DeviceSpec, active_spec, devices
-from .errors import ConfigError, DeviceOutOfMemory, RoundPipeError, StallError
+from .errors import ConfigError, DeviceOutOfMemory, HostOutOfMemory, RoundPipeError, StallError
 from .live_memory import BesideCompiledCode, LiveMemory
 from .replica import DeviceParameters, LayerReplica
 from .units import ALIGNMENT_BYTES
@@ -96,7 +96,7 @@ class Worker:
             self.memory.set_region(self.region)
             self.memory.make_room(size_bytes, "the region of weights and gradients")
         if self.stream is None:
-            region = torch.empty(size_bytes, dtype=torch.uint8)
+            region = _host_region(size_bytes, self.name)
         else:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 region = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -134,6 +134,27 @@ class Worker:
             self._replicas.pop(id(layer), None)
         self.parameters.forget(parameters)
         self._views.clear()
+
+
+def _host_region(size_bytes: int, device: str) -> torch.Tensor:
+    """Of a simulated device.
+
+    Raises:
+        HostOutOfMemory: the host has not so much.
+    """
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    except (RuntimeError, MemoryError) as error:
+        from .host_advice import explain  # not at the top: it asks models, which need an engine
+
+        failure = HostOutOfMemory(
+            f"{device} is a simulated device, whose memory is the host's, and its region of weights and gradients "
+            f"takes {size_bytes} bytes: those of two stages. Give it a limit, by which stages are planned, as a GPU "
+            f'has one (roundpipe.use_devices("host:1@4GiB")). {error}',
+            asked_bytes=size_bytes,
+            device=device,
+        )
+        raise explain(failure) from error
 
 
 class _Forget:

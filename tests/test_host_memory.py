@@ -365,3 +365,23 @@ def test_registering_more_than_can_be_locked_names_off() -> None:
     finally:
         _ops.engine_inject(handle, "limit_registrations", -1)
     call(RoundPipe(layers, pin_model="off"))
+
+
+def test_a_simulated_region_that_the_host_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_engine("host:2")
+    model = RoundPipe(linears())
+    empty = torch.empty
+
+    def refuses(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8 and size[0]:
+            raise RuntimeError(f"[enforce fail at alloc_cpu.cpp:131] . {HostOutOfMemory._PHRASE}: you tried to")
+        return empty(*size, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(HostOutOfMemory) as caught:
+        patched.setattr(torch, "empty", refuses)
+        call(model)
+    error = caught.value
+    assert error.device == "host:0" and error.asked_bytes is not None and error.asked_bytes >= ONE
+    for part in ("simulated device", f"takes {error.asked_bytes} bytes", "host:1@4GiB", "Host memory now"):
+        assert part in str(error)
+    call(model)  # the next one works
