@@ -139,11 +139,16 @@ class CheckpointMismatch(CheckpointError, ValueError):
     """A checkpoint does not belong to the model, optimizer, scaler or scheduler it is to be loaded into."""
 
 
+SIMULATED_OUT_OF_MEMORY = 'out of memory on a simulated device (a GPU would say "CUDA out of memory.")'
+"""With the words by which helpers that retry with a smaller batch recognise the condition."""
+
+
 class DeviceOutOfMemory(RoundPipeError, torch.OutOfMemoryError):
     """A device has not enough memory. Also a ``torch.OutOfMemoryError``.
 
     ``args`` is one string that contains ``"CUDA out of memory."``, by which helpers that retry with a smaller batch
-    recognise the condition; it is put in front where ``message`` lacks it. ``asked_bytes`` is the size of the request
+    recognise the condition; it is put in front where ``message`` lacks it (for a simulated device, in other words that
+    hold it). ``asked_bytes`` is the size of the request
     that failed, or None. The place is told by the same attributes as in :class:`StageError`.
 
     As far as known: ``use`` is what the device held (a ``roundpipe.live_memory.MemoryUse``, bytes by category),
@@ -166,7 +171,10 @@ class DeviceOutOfMemory(RoundPipeError, torch.OutOfMemoryError):
         layer: int | None = None,
         microbatch: int | None = None,
     ) -> None:
-        super().__init__(message if self._PHRASE in message else f"{self._PHRASE} {message}")
+        if self._PHRASE not in message:
+            simulated = message.startswith("host:")
+            message = f"{SIMULATED_OUT_OF_MEMORY}. {message}" if simulated else f"{self._PHRASE} {message}"
+        super().__init__(message)
         self.asked_bytes = asked_bytes
         self.device = device
         self.phase = phase

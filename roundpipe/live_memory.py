@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .errors import SIMULATED_OUT_OF_MEMORY
+
 __all__ = ["BesideCompiledCode", "Kind", "LiveMemory", "MemoryUse", "counted"]
 
 _PATIENCE_S = 0.25  # how long an allocation beyond the limit waits for copies under way to let their sources go
@@ -142,7 +144,7 @@ class LiveMemory(TorchDispatchMode):
             return
         now = self.live_bytes
         raise torch.OutOfMemoryError(
-            f"CUDA out of memory. {self.name}: {nbytes} bytes asked for {what}; {now} of the limit of "
+            f"{SIMULATED_OUT_OF_MEMORY}. {self.name}: {nbytes} bytes asked for {what}; {now} of the limit of "
             f"{self.limit_bytes} bytes are taken"
         )
 
@@ -211,7 +213,7 @@ class LiveMemory(TorchDispatchMode):
                 return
             if self.limit_bytes is not None and not self._fits(nbytes):
                 raise torch.OutOfMemoryError(
-                    f"CUDA out of memory. {self.name}: tried to allocate {nbytes} bytes for a tensor of shape "
+                    f"{SIMULATED_OUT_OF_MEMORY}. {self.name}: tried to allocate {nbytes} bytes for a tensor of shape "
                     f"{tuple(tensor.shape)}; {self._total()} of the limit of {self.limit_bytes} bytes are taken"
                 )
             freed = self._freed

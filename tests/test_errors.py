@@ -95,6 +95,8 @@ def test_out_of_memory_is_recognised_by_retry_helpers():
 
 def test_out_of_memory_phrase_is_not_repeated():
     assert str(errors.DeviceOutOfMemory("CUDA out of memory. Tried 2 MiB")).count("CUDA out of memory.") == 1
+    simulated = errors.DeviceOutOfMemory("host:0: a job of 9 bytes")
+    assert _retry_helper_recognises(simulated) and str(simulated).startswith("out of memory on a simulated device")
     text = "DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"
     assert str(errors.HostOutOfMemory(text)) == text
 
