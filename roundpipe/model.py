@@ -18,6 +18,7 @@ from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
 from .grad_scaler import GradScaler
 from .layer_list import PassedBy, layers_of, warn_of_one_layer
+from .loss_call import check_loss_fn, output_as_loss
 from .optim.compact import CompactOptimizer
 from .optimizer_context import in_optimizer_context
 from .optimizer_thread import thread as optimizer_thread
@@ -30,12 +31,6 @@ from .weight_placement import place
 # Methods of models of transformers and PEFT that read all weights, which an asynchronous step may not have published.
 _READ_WEIGHTS = frozenset({"generate", "merge_and_unload", "push_to_hub", "save_pretrained"})
 _OWN_ATTRIBUTES = frozenset({"model", "layers", "num_layers", "name", "original_model", "training"})
-
-
-def _sum_of_outputs(output: Any, label: Any) -> Any:
-    """The default loss: the model's output is the loss."""
-    del label
-    return output
 
 
 class RoundPipe(nn.Module):
@@ -118,7 +113,7 @@ class RoundPipe(nn.Module):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] | None = None,
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Any] = _sum_of_outputs,
+        loss_fn: Callable[[Any, Any], Any] = output_as_loss,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig | None = None,
         step: CompactOptimizer | None = None,
@@ -160,8 +155,7 @@ class RoundPipe(nn.Module):
                 f"forward_backward(input_args=...): got {type(input_args).__name__}, expected a tuple of positional "
                 "arguments; write (x,) for a single one"
             )
-        if not callable(loss_fn):
-            raise ConfigTypeError(f"forward_backward(loss_fn=...): got {type(loss_fn).__name__}, expected a callable")
+        check_loss_fn(loss_fn)
         if step is not None:
             if not isinstance(step, CompactOptimizer):
                 raise ConfigTypeError(

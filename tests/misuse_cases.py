@@ -276,8 +276,13 @@ case("loss_nothing", StageError, "NoneType", lambda w: w.train(loss_fn=lambda ou
 case("loss_float", StageError, "float", lambda w: w.train(loss_fn=lambda out, y: 1.0))
 case("loss_empty_list", StageError, "no loss in its list", lambda w: w.train(loss_fn=lambda out, y: []))
 case("loss_detached", StageError, "requires grad", lambda w: w.train(loss_fn=lambda out, y: out.detach().sum()))
-case("loss_of_default", StageError, "one-element tensor", lambda w: w.model.forward_backward((w.x,)))
-case("loss_of_three_arguments", StageError, "argument", lambda w: w.train(loss_fn=lambda out, y, z: out.sum()))
+case("loss_of_default", StageError, "Pass label and loss_fn: model", lambda w: w.model.forward_backward((w.x,)))
+case("loss_fn_forgotten", StageError, "label was given, but not the loss_fn",
+     lambda w: w.model.forward_backward((w.x,), label=w.y))  # fmt: skip
+case("loss_of_one_argument", TypeError, "called as loss_fn(output, label)",
+     lambda w: w.train(loss_fn=lambda out: out.sum()))  # fmt: skip
+case("loss_of_three_arguments", TypeError, "called as loss_fn(output, label)",
+     lambda w: w.train(loss_fn=lambda out, y, z: out.sum()))  # fmt: skip
 case("loss_raises", StageError, "KeyError", lambda w: w.train(loss_fn=lambda out, y: {}["lost"]))
 case("return_outputs_text", TypeError, "return_outputs", lambda w: w.train(return_outputs="yes"))
 case("run_config_dict", TypeError, "RoundPipeRunConfig", lambda w: w.train(run_config={"num_microbatch": 2}))
