@@ -35,6 +35,7 @@ def explain(error: HostOutOfMemory, more: Iterable[Remedy] = ()) -> HostOutOfMem
     """
     found: list[Remedy] = list(more)
     holders: dict[str, int] = dict(error.holders)
+    models: dict[str, int] = {}
     available = limit = None
     with _once() as first:
         if first:
@@ -42,9 +43,11 @@ def explain(error: HostOutOfMemory, more: Iterable[Remedy] = ()) -> HostOutOfMem
                 total, _, group, _, available, *_ = _ops.host_limits()
                 limit = group or total
             with contextlib.suppress(Exception):
-                from .memory import host_memory  # not at the top: it needs the models, which need the operators
+                from .memory import host_memory, model_memory  # not at the top: they need what needs the operators
 
-                holders = holders or host_memory().by_purpose()
+                if not holders:
+                    models = model_memory()
+                    holders = host_memory().by_purpose()
             with contextlib.suppress(Exception):
                 from .training_state import living_states
 
@@ -54,6 +57,8 @@ def explain(error: HostOutOfMemory, more: Iterable[Remedy] = ()) -> HostOutOfMem
     text = str(error)
     if holders and not error.holders:
         text += "\nHost memory now: " + ", ".join(f"{k} {format_bytes(v)}" for k, v in holders.items() if v) + "."
+    if models:
+        text += "\nModels that live: " + ", ".join(f"{k} {format_bytes(v)}" for k, v in models.items()) + "."
     if remaining:
         text += (
             "\nWhat would need less: "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields
 
 import torch
 
 from . import _ops
 from . import engine as engines
-from .training_state import living_states
+from .ownership import owners
+from .training_state import TrainingState, living_states
 
 __all__ = ["DeviceMemory", "HostMemory", "MemoryReport", "memory_report", "reset_device_peaks"]
 
@@ -90,6 +92,9 @@ class MemoryReport:
 
     host: HostMemory
     devices: tuple[DeviceMemory, ...]
+    models: dict[str, int]
+    """Host memory of each living model in bytes: weights, gradients and what its optimizer holds. By its class and the
+    wrapper's name, the oldest first; of one class the second is ``Class#2``."""
 
     def __str__(self) -> str:
         lines = ["host memory"]
@@ -98,6 +103,7 @@ class MemoryReport:
         for device in self.devices:
             lines.append(f"device {device.name}")
             lines += [_line(f.name, getattr(device, f.name)) for f in fields(device) if f.name != "name"]
+        lines += [f"model {name}: {size / 2**20:.1f} MiB of host memory" for name, size in self.models.items()]
         return "\n".join(lines)
 
 
@@ -107,7 +113,7 @@ def memory_report() -> MemoryReport:
     Work under way changes the numbers meanwhile; after ``model.synchronize()`` they stand still.
     """
     engine = engines.current()
-    return MemoryReport(host_memory(), tuple(_device(worker) for worker in engine.workers))
+    return MemoryReport(host_memory(), tuple(_device(worker) for worker in engine.workers), model_memory())
 
 
 def host_memory() -> HostMemory:
@@ -115,18 +121,8 @@ def host_memory() -> HostMemory:
     reserved, registered, used, quarantined, _, _ = _ops.host_stats()
     locked_in_place, pinned, pageable, mapped, _ = _ops.host_claim_stats(0)
     del pinned, pageable
-    weights = in_place = gradients = optimizer = states = 0
-    for state in living_states():
-        for unit in state.units:
-            packed = int(unit.image.numel())
-            weights += packed
-            in_place += sum(h.nbytes for h in unit.homes if not _within(h, unit.image))
-            gradients += unit.host_gradient_bytes
-        gradients += state.gradient_pool.host_bytes
-        optimizer += state.optimizer.host_bytes
-        states += state.optimizer.state_bytes
-        if state.compact.memory is not None:
-            optimizer += state.compact.memory.host_bytes
+    parts = [_of_state(state) for state in living_states()]
+    weights, in_place, gradients, optimizer, states = map(sum, zip(*parts, strict=True)) if parts else (0,) * 5
     engine = engines.open_engine()
     activations = 0 if engine is None else _ops.engine_live(engine.handle)[1]
     known = weights + gradients + optimizer + activations
@@ -145,6 +141,34 @@ def host_memory() -> HostMemory:
         process_bytes=_resident_bytes(),
         available_bytes=available,
     )
+
+
+def model_memory() -> dict[str, int]:
+    """Host memory by model, see ``MemoryReport.models``."""
+    counted: Counter[str] = Counter()
+    found = {}
+    for owner in owners.living():
+        state = vars(owner).get("_state")
+        if not isinstance(state, TrainingState):
+            continue  # about to be wrapped, or replaced
+        kind = type(owner._naming_model()).__name__  # type: ignore[attr-defined]
+        counted[kind] += 1
+        number = f"#{counted[kind]}" if counted[kind] > 1 else ""
+        found[f"{kind}{number} ({owner.name})"] = sum(_of_state(state))
+    return found
+
+
+def _of_state(state: TrainingState) -> tuple[int, int, int, int, int]:
+    """Bytes of weights, weights in place, gradients, optimizer and optimizer states."""
+    weights = in_place = gradients = 0
+    for unit in state.units:
+        weights += int(unit.image.numel())
+        in_place += sum(h.nbytes for h in unit.homes if not _within(h, unit.image))
+        gradients += unit.host_gradient_bytes
+    gradients += state.gradient_pool.host_bytes
+    compact = state.compact.memory
+    optimizer = state.optimizer.host_bytes + (0 if compact is None else compact.host_bytes)
+    return weights, in_place, gradients, optimizer, state.optimizer.state_bytes
 
 
 def _within(home: torch.Tensor, image: torch.Tensor) -> bool:

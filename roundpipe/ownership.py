@@ -48,6 +48,12 @@ class _Owners:
         with self._lock:
             return self._owner(parameter)
 
+    def living(self) -> list[Owner]:
+        """The wrappers that own parameters, the oldest first."""
+        with self._lock:
+            found = [owner for parameter, of in self._of.values() if parameter() is not None and (owner := of())]
+        return list({id(owner): owner for owner in found}.values())
+
     def claim(self, parameters: Iterable[tuple[str, nn.Parameter]], claimant: Owner) -> None:
         """Makes ``claimant`` the owner of named parameters; see Note [Takeover].
 

@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, _ops
 from roundpipe import engine as engines
+from roundpipe.errors import HostOutOfMemory
 
 from .at_rest import at_rest
 
 WIDE = 1024
 ONE = WIDE * WIDE * 4  # bytes of one layer
+
+
+class Named(nn.Sequential):
+    """A class that no other test has models of."""
 
 
 def wrapped(pin_model: str = "alloc") -> RoundPipe:
@@ -193,3 +198,25 @@ def test_devices_agree_with_the_allocator_and_the_driver() -> None:
     assert device.peak_bytes is not None and device.peak_bytes >= allocated
     assert device.total_bytes == total
     del model, kept
+
+
+@pytest.mark.usefixtures("memory_is_checked")
+def test_models_are_told_apart() -> None:
+    """Also those that one function makes, as a cell of a notebook that is run again: the leftover is named."""
+    at_rest()
+    roundpipe.use_devices("host:1")
+    before = roundpipe.memory_report().models
+    first, second = (RoundPipe(Named(nn.Linear(WIDE, WIDE, bias=False)), name="made") for _ in range(2))
+    other = RoundPipe(nn.Linear(WIDE, 2 * WIDE, bias=False), name="other")
+    other.forward_backward((torch.randn(4, WIDE),), loss_fn=lambda out, _: out.square().mean())
+    other.synchronize()
+    models = roundpipe.memory_report().models
+    mine = {name: size for name, size in models.items() if name not in before}
+    linear = next(name for name in mine if name.startswith("Linear") and name.endswith("(other)"))
+    assert mine == {"Named (made)": ONE, "Named#2 (made)": ONE, linear: 4 * ONE}  # of the last also a gradient
+    assert "model Named#2 (made): 4.0 MiB" in str(roundpipe.memory_report())
+    with pytest.raises(
+        HostOutOfMemory, match=r"Models that live: .*Named \(made\) 4.00 MiB, Named#2 \(made\) 4.00 MiB"
+    ):
+        _ops.host_empty([1 << 45], torch.uint8)
+    del first, second
