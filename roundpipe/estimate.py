@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import _ops
-from .auto_plan import check_positive
+from .auto_plan import check_positive, usable_bytes
 from .devices import devices
 from .errors import ConfigError, ConfigTypeError
 from .estimate_search import Machine, Planned, Profile, automatic_plan, fastest_plan, predict
@@ -95,6 +95,8 @@ class MemoryEstimate:
     """The settings that were asked for."""
     fastest: Estimate | None
     """The fitting settings that should be quickest. None: nothing that was tried fits."""
+    nearest: Estimate | None
+    """Where nothing fits, the settings that miss by the smallest share of a limit; None: something fits."""
     num_devices: int
     device_limit_bytes: int | None
     host_limit_bytes: int | None
@@ -128,7 +130,12 @@ class MemoryEstimate:
             return found | {"fits": estimate.fits}
 
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return kept | {"fits": self.fits, "asked": plain(self.asked), "fastest": plain(self.fastest)}
+        return kept | {
+            "fits": self.fits,
+            "asked": plain(self.asked),
+            "fastest": plain(self.fastest),
+            "nearest": plain(self.nearest),
+        }
 
     def __str__(self) -> str:
         from .estimate_text import describe
@@ -192,7 +199,8 @@ def estimate_memory(
         process_bytes: host memory of the process without the model; None: a usual value.
 
     Returns:
-        The estimate of what was asked for, and of the settings that should be quickest among those that fit. These
+        The estimate of what was asked for, and of the settings that should be quickest among those that fit, or, where
+        none does, of those that miss by least. These
         range over num_microbatch, recompute_grain and plans; pin_model, the kind of steps and the optimizer's format
         change only where the host has too little memory for what was asked for.
 
@@ -233,10 +241,12 @@ def estimate_memory(
     asked = estimator.estimate(profile, planned, chosen, wanted, steps)
     if pin_model == "auto" and not asked.fits_host:
         asked = estimator.estimate(profile, planned, "off", wanted, steps)
+    fastest, nearest = estimator.search(asked)
     parameters = list({id(p): p for layer in layers for p in layer.parameters()}.values())
     return MemoryEstimate(
         asked=asked,
-        fastest=estimator.fastest(asked),
+        fastest=fastest,
+        nearest=nearest,
         num_devices=machine.num_devices,
         device_limit_bytes=machine.memory_bytes,
         host_limit_bytes=host_memory_bytes,
@@ -353,32 +363,28 @@ class _Estimator:
             relative_time=planned.ms,
         )
 
-    def fastest(self, asked: Estimate) -> Estimate | None:
+    def search(self, asked: Estimate) -> tuple[Estimate | None, Estimate | None]:
+        """The fastest that fits, or, where none does, the nearest."""
         found = []
         for pieces in self._microbatches(asked.configuration.num_microbatch):
             profile = self._profile_or_none(pieces)
-            for grain in _GRAINS:
-                if profile is None:
-                    continue
-                planned = fastest_plan(profile, self._machine, grain)
-                if planned.fits:
-                    found.append((profile, planned))
-        candidates = [
-            self.estimate(profile, planned, *settings)
-            for settings in self._settings(asked)
-            for profile, planned in found
-        ]
-        del found
-        for pin_model, form, steps in self._settings(asked):
-            wanted = (pin_model, form.name, steps)
-            same = [
-                e
-                for e in candidates
-                if e.fits and (e.configuration.pin_model, e.configuration.optimizer, e.configuration.steps) == wanted
-            ]
-            if same:
-                return min(same, key=lambda e: (e.relative_time, e.device.total_bytes))
-        return None
+            if profile is not None:
+                found += [(profile, fastest_plan(profile, self._machine, grain)) for grain in _GRAINS]
+        nearest = asked
+        for settings in self._settings(asked):
+            tried = [self.estimate(profile, planned, *settings) for profile, planned in found]
+            fitting = [e for e in tried if e.fits]
+            if fitting:
+                return min(fitting, key=lambda e: (e.relative_time, e.device.total_bytes)), None
+            nearest = min(nearest, *tried, key=self._overruns)
+        return (nearest, None) if nearest.fits else (None, nearest)  # fits: by a plan of the caller's
+
+    def _overruns(self, estimate: Estimate) -> tuple[float, float]:
+        """By what share of the limits it is above them, the larger share first."""
+        usable = usable_bytes([self._machine.memory_bytes])
+        pairs = ((estimate.device.total_bytes, usable), (estimate.host.total_bytes, self._host_limit))
+        shares = [0.0 if limit is None else max(0.0, total / limit - 1) for total, limit in pairs]
+        return max(shares), min(shares)
 
     def _microbatches(self, asked: int) -> list[int]:
         """Powers of two and what was asked for, from one a device (they share the work) to one row each."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+from .auto_plan import usable_bytes
+from .host_advice import format_bytes
 
 if TYPE_CHECKING:
     from .estimate import Configuration, Estimate, MemoryEstimate
@@ -12,12 +16,13 @@ __all__ = ["describe"]
 
 
 def describe(estimate: MemoryEstimate) -> str:
-    """Lines of text, memory in GiB: what was asked for, and beside it the fastest settings that fit."""
-    asked, fastest = estimate.asked, estimate.fastest
+    """Lines of text, memory in GiB: what was asked for, and beside it the fastest settings that fit, or the nearest."""
+    asked, fastest, nearest = estimate.asked, estimate.fastest, estimate.nearest
     trained = estimate.trainable_parameters
     lines = [f"{estimate.parameters:,} parameters, {trained:,} of them trained"]
-    found = [asked] if fastest is None or fastest.configuration == asked.configuration else [asked, fastest]
-    titles = ["as asked", "fastest that fits"] if len(found) == 2 else ["as asked"]
+    other = fastest or nearest
+    found = [asked] if other is None or other.configuration == asked.configuration else [asked, other]
+    titles = ["as asked", "fastest that fits" if fastest else "nearest"][: len(found)]
     lines.append(_row("", titles))
     for name in _SETTINGS:
         lines.append(_row(name, [_setting(e.configuration, name) for e in found]))
@@ -29,9 +34,10 @@ def describe(estimate: MemoryEstimate) -> str:
     lines.append(_row("  limit", [_gib(estimate.host_limit_bytes)] * len(found)))
     lines.append(_row("fits", [_verdict(e) for e in found]))
     if fastest is None:
-        lines.append(
-            "nothing that was tried fits: fewer rows a call, shorter sequences, more devices, or adapters (LoRA)"
-        )
+        assert nearest is not None
+        misses = " and ".join(_misses(estimate, nearest))
+        lines.append(f"nothing that was tried fits; what comes nearest is above {misses}")
+        lines.append("what helps: fewer rows a call, shorter sequences, more devices, or adapters (LoRA)")
     elif len(found) == 1 and asked.fits:
         lines.append("this is the fastest that fits, of what was tried")
     elif len(found) == 2 and asked.fits:
@@ -77,6 +83,15 @@ def _verdict(estimate: Estimate) -> str:
     return "no: " + " and ".join(
         where for where, fits in (("device", estimate.fits_device), ("host", estimate.fits_host)) if not fits
     )
+
+
+def _misses(estimate: MemoryEstimate, nearest: Estimate) -> Iterator[str]:
+    usable, limit = usable_bytes([estimate.device_limit_bytes]), estimate.host_limit_bytes
+    if usable is not None and not nearest.fits_device:
+        over = format_bytes(nearest.device.total_bytes - usable)
+        yield f"what can be used of a device ({format_bytes(usable)}) by {over}"
+    if limit is not None and not nearest.fits_host:
+        yield f"the host's limit by {format_bytes(nearest.host.total_bytes - limit)}"
 
 
 def _row(name: str, values: list[str]) -> str:

@@ -23,6 +23,7 @@ from roundpipe import engine as engines
 from roundpipe.errors import ConfigError, ConfigTypeError
 from roundpipe.estimate import estimate_memory
 from roundpipe.hf.causal_lm import causal_lm_to_sequential
+from roundpipe.host_advice import format_bytes
 from roundpipe.layer_memory import FakeRun
 from roundpipe.layer_run import LayerRun
 from roundpipe.layer_sizes import layer_costs_of, unit_sizes
@@ -407,13 +408,31 @@ def test_the_host_decides_on_formats_and_placements() -> None:
     assert tight.fastest.configuration.steps == "announced" and "max_grad_norm" in str(tight)
     assert tight.fastest.configuration.optimizer == "compact:split/float32"
     none = estimate_memory(qwen(), 1, 64, host_memory_bytes=2 * parameters, **settings)
-    assert none.fastest is None and "nothing that was tried fits" in str(none)
+    assert none.fastest is None and "nothing that was tried fits; what comes nearest is above the host's" in str(none)
+    assert none.nearest is not None and none.nearest.fits_device and not none.nearest.fits_host
+    near = none.nearest.configuration
+    assert (near.optimizer, near.steps) == ("compact:split/int8", "announced")
+    over = format_bytes(none.nearest.host.total_bytes - 2 * parameters)
+    assert f"limit by {over}" in str(none) and none.as_dict()["nearest"]["configuration"]["steps"] == "announced"
     config = llama(vocab_size=200_000)  # frozen weights that outweigh the buffers they go through
     settings |= dict(lora=4, host_memory_bytes=80 * MIB)
     frozen = estimate_memory(config, 1, 64, **settings)
     assert not frozen.fits and frozen.fastest is not None and frozen.fastest.configuration.pin_model == "off"
     assert frozen.fastest.host.mapped_bytes == 2 * (frozen.parameters - frozen.trainable_parameters)
     assert estimate_memory(config, 1, 64, pin_model="auto", **settings).fits
+
+
+def test_where_no_device_is_large_enough_the_nearest_is_said() -> None:
+    settings: dict[str, Any] = dict(device_kind="cuda", num_devices=1, host_memory_bytes=1 << 40)
+    fits = estimate_memory(qwen(), 8, 64, device_memory_bytes=1 << 30, num_microbatch=8, **settings)
+    assert fits.nearest is None and fits.as_dict()["nearest"] is None
+    none = estimate_memory(qwen(), 8, 64, device_memory_bytes=MIB // 4, num_microbatch=1, **settings)
+    assert none.fastest is None and none.nearest is not None and none.nearest.fits_host
+    assert none.nearest.configuration.num_microbatch == 8
+    assert none.nearest.device.total_bytes < none.device.total_bytes
+    usable = int(0.9 * (MIB // 4))
+    text = f"what can be used of a device (0.22 MiB) by {format_bytes(none.nearest.device.total_bytes - usable)}"
+    assert text in str(none) and "nearest" in str(none) and "the host's limit" not in str(none)
 
 
 @pytest.mark.parametrize("name", COMPACT_FORMATS)
