@@ -100,10 +100,14 @@ def iteration_ms(parts: Sequence[Part], plans: Sequence[StageLists], request: Re
 
 
 def cautious(request: Request, parts: Sequence[Part]) -> Request:
-    """Backward one layer a stage, while nobody knows how much room activations take and memory is limited."""
+    """While nobody knows how much room activations take and memory is limited: backward one layer a stage, and no stage
+    with more weights than the largest layer has.
+    """
     unknown = not all(activations_known(part.costs) for part in parts if part.backward)
-    if unknown and request.usable_bytes is not None and not request.by_layer:
-        return replace(request, activation_limit_bytes=_NO_ROOM)
+    if unknown and request.usable_bytes is not None:
+        largest = max(cost.stage_bytes(gradients=part.backward) for part in parts for cost in part.costs)
+        activations = request.activation_limit_bytes if request.by_layer else _NO_ROOM
+        return replace(request, activation_limit_bytes=activations, stage_limit_bytes=largest)
     return request
 
 

@@ -11,6 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import _ops, errors, random_state
+from .activation_peaks import Beside
+from .activation_sizes import microbatch_bytes
 from .ambient import Ambient
 from .boundary import Boundary, HostTensor, LiveTree, PendingTree
 from .buffers import BufferUndo, BufferUpdate, NotedBuffers
@@ -20,7 +22,7 @@ from .errors import RoundPipeError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
 from .layer_call import LayerFacts
-from .memory_model import consecutive_jobs, region_bytes
+from .memory_model import consecutive_jobs
 from .oom_state import as_out_of_memory, note_use, outside_bytes, shapes_of
 from .passed_on import PassedOn
 from .stage_job import Phase, StageJob
@@ -96,9 +98,12 @@ class Call:
         self.gradient_stats: GradientStats | None = None  # None: nobody wants them
         self.announced: AnnouncedStep | None = None  # the step that this call ends with
         self.advisor: OomAdvisor | None = None
-        self.tight: tuple[int, int | None] | None = None  # bytes beside the regions, what there is for both
-        self.region_ceiling: Callable[[], int | None] = lambda: None  # see Engine.reserve_regions
-        self.region_owner: weakref.ref[Any] | None = None
+        # What its jobs need beside the regions, and who is told what they have taken; each is given whether the jobs
+        # are those of a backward that was dealt out by itself.
+        self.beside: Callable[[bool], Beside] = lambda _: Beside()
+        self.tell_peak: Callable[[bool, int], None] | None = None
+        self.region_owner: weakref.ref[Any] | None = None  # see Engine.reserve_regions
+        self.microbatch_bytes = microbatch_bytes(inputs, labels) if labels else microbatch_bytes(inputs)
         self.microbatch_shapes = shapes_of(inputs[0] if inputs else None)
         self.num_microbatch = len(inputs)
         self.wants_input_grads = keeps_graph and any(any(b.requires_grad) for b in inputs)
@@ -131,6 +136,8 @@ class Call:
         self._later: list[tuple[range, int]] = []
         self._open_jobs = 0
         self._open_forward = 0
+        self._peak_bytes: int | None = None  # beside the regions, of the jobs of this deal
+        self._is_later = False  # its jobs are those of a backward that was dealt out by itself
         self._jobs_on: list[int] = []  # by device, those that have not ended; each entry belongs to that worker
         self.passed_on = [PassedOn(device.memory_bytes) for device in devices()]
         self.settled = False
@@ -173,7 +180,7 @@ class Call:
     ) -> None:
         """Deals out the backward stages of a "train" call. ``grads``: for each microbatch those of the outputs."""
         jobs = [StageJob(self, Phase.BACKWARD, *where) for where in self._later]
-        self._later = []
+        self._later, self._is_later, self._peak_bytes = [], True, None
         self.window, self.joined, self.predecessor = window, True, predecessor
         for microbatch, found in enumerate(grads):
             self.put_gradient(microbatch, len(self.layers), found)
@@ -228,7 +235,8 @@ class Call:
         return len(self.layers)
 
     def _reserve(self, jobs: list[StageJob]) -> None:
-        """Regions large enough for two consecutive jobs of each device, or at least for the largest one.
+        """Regions large enough for two consecutive jobs of each device, or at least for the largest one
+        (Note [Room for regions]).
 
         Also for jobs that a device gets when calls like this one follow, so that no region grows then: that waits for
         all work.
@@ -236,14 +244,15 @@ class Call:
         count = self.engine.device_count
         sizes = [job.job_bytes for job in jobs]
         wanted, least = [0] * count, [0] * count
-        beside, capacity = self.tight or (0, None)
+        beside = self.beside(self._is_later)
         for first in range(count):
             device = self.engine.peek(first)
             pair = max(sizes[i] + sizes[j] for i, j in consecutive_jobs(len(jobs), count, first))
             least[device] = max(sizes[first::count], default=0)
-            wanted[device] = region_bytes(pair, least[device], beside, capacity)
+            wanted[device] = beside.region_bytes(pair, least[device])
+        owner = None if beside.peak_bytes is None else self.region_owner
         try:
-            self.engine.reserve_regions(wanted, least, self.region_ceiling, self.region_owner)
+            self.engine.reserve_regions(wanted, least, beside.ceiling_bytes, owner)
         except torch.OutOfMemoryError as error:
             raise self._region_failure(error, wanted) from error
 
@@ -360,6 +369,11 @@ class Call:
                 raise CallAborted
             self.predecessor = None
 
+    def note_peak(self, peak_bytes: int) -> None:
+        """A job has ended well, and its device held so much at most beside its region."""
+        with self._mutex:
+            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
+
     # -- ending --------------------------------------------------------------------------------------------------
     def fail(self, error: BaseException, *, worker: Worker, job: StageJob) -> None:
         """The first failure is the call's; the other jobs stop at their next safe point."""
@@ -410,6 +424,8 @@ class Call:
         with self._mutex:
             self._open_jobs -= 1
             self._open_forward -= job.phase is not Phase.BACKWARD
+            if self._open_jobs == 0 and self.error is None and self._peak_bytes is not None and self.tell_peak:
+                self.tell_peak(self._is_later, self._peak_bytes)
             over = self.keeps_graph and not self._later
             if self._open_jobs == 0 and (over or self.error is not None):
                 self._boundaries.clear()

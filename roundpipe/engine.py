@@ -211,7 +211,7 @@ class Engine:
         self,
         wanted: list[int],
         least: list[int],
-        ceiling: Callable[[], int | None] = lambda: None,
+        most: int | None = None,
         owner: weakref.ref[Any] | None = None,
     ) -> None:
         """Makes every device's region at least ``wanted`` bytes, or ``least`` where memory does not allow more.
@@ -221,14 +221,12 @@ class Engine:
         Hold ``dispatch_lock``. Waits for all work when a region must change.
 
         Args:
-            ceiling: how large a region may be beside what the call needs; None: no limit. Asked where one has another
-                size than it is wanted.
-            owner: the model that calls.
+            most: how large a region that is there already may be beside what the call needs; None: no limit.
+            owner: the model that calls; None: what it does not know to need others need not give.
         """
         sizes = [worker.region.numel() for worker in self.workers]
         if sizes == wanted:
             return
-        most = ceiling()
         room = self._room_for_regions
         if room is not None and room[0]() is None:
             room = None

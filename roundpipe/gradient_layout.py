@@ -31,6 +31,7 @@ def relayout(state: TrainingState, frozen: Container[int] = ()) -> None:
     for worker in state.open_engine().workers:
         worker._views.clear()
     state.measurements.sizes.forget()
+    state.measurements.peaks.clear()
     state.plans.clear()
 
 

@@ -95,6 +95,7 @@ class LiveMemory(TorchDispatchMode):
         self._bytes = [0] * len(Kind)
         self._region_bytes = 0
         self._peak_bytes = 0
+        self._beside_peak_bytes = 0
         self._at_peak = (0, *self._bytes)
         self._region_key: int | None = None
 
@@ -116,6 +117,16 @@ class LiveMemory(TorchDispatchMode):
             self._settle()
             self._peak_bytes = self._total()
             self._at_peak = (self._region_bytes, *self._bytes)
+
+    @property
+    def beside_peak_bytes(self) -> int:
+        """The most that lived at once beside the region since the last ``reset_beside_peak``."""
+        return self._beside_peak_bytes
+
+    def reset_beside_peak(self) -> None:
+        with self._lock:
+            self._settle()
+            self._beside_peak_bytes = sum(self._bytes)
 
     def by_kind(self, at_peak: bool = False) -> tuple[int, int, int, int]:
         """(region, activations, ring, buffers) in bytes, now or at the peak."""
@@ -251,7 +262,9 @@ class LiveMemory(TorchDispatchMode):
         return self._region_bytes + sum(self._bytes)
 
     def _note_peak(self, more: int = 0) -> None:
-        total = self._total() + more
+        beside = sum(self._bytes) + more
+        self._beside_peak_bytes = max(self._beside_peak_bytes, beside)
+        total = self._region_bytes + beside
         if total > self._peak_bytes:
             self._peak_bytes = total
             self._at_peak = (self._region_bytes, self._bytes[0] + more, *self._bytes[1:])

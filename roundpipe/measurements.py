@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .activation_peaks import ActivationPeaks
 from .activation_sizes import ActivationSizes, microbatch_bytes
 from .boundary import Boundary
 from .job_probe import CallProbe
@@ -20,6 +21,7 @@ class Measurements:
         self.training = ModelTimer(num_layers)
         self.inference = ModelTimer(num_layers)
         self.sizes = ActivationSizes(num_layers)
+        self.peaks = ActivationPeaks()
         # Of calls that were predicted after a failure, by plan_key: (bytes beside the region, what there is for both).
         self.tight: dict[Any, tuple[int, int | None]] = {}
 

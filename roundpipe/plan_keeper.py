@@ -5,7 +5,8 @@ Note [Plans that stay]
   after 2, 4, 8, ... measured iterations, and replaced only by one that the same estimates predict to be clearly faster;
   each replacement raises what the next one must gain. Memory is no matter of taste: when activations turn out to be
   larger than a plan has room for, it is replaced at once. The first calls of a model on devices with limited memory run
-  backward one layer at a time, and are the ones that measure.
+  backward one layer at a time, with no more weights in a stage than the largest layer has, and are the ones that
+  measure: where any plan fits, theirs is to fit too.
 """
 
 from __future__ import annotations

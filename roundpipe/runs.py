@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .announced_step import announce, dispatched
-from .auto_plan import usable_bytes
 from .autograd_outputs import LaterBackward
 from .batch import InputPieces, RoundPipePackedData, merge_outputs, split_inputs, split_label
 from .boundary import Boundary, HostTensor
@@ -22,11 +19,11 @@ from .engine import Engine
 from .errors import ConfigError, RoundPipeError, StallError
 from .gradient_stats import GradientStats
 from .interrupts import uninterrupted
-from .layer_cost import activation_bytes
 from .oom_adapt import adapting
-from .oom_advice import OomAdvisor, plan_key
+from .oom_advice import OomAdvisor
 from .output_merge import with_loss_of_batch
 from .plan import ModelExecutePlan
+from .region_room import watch
 from .run_config import ResolvedConfig
 from .training_state import TrainingState
 
@@ -284,27 +281,11 @@ def _dispatch(state: TrainingState, call: Call, config: ResolvedConfig, run_type
     plan.check_valid(len(state.layers), run_type)
     if call.advisor is not None:
         call.advisor.plan = plan
-    call.tight = state.measurements.tight.get(plan_key(plan, call.num_microbatch, call.grain))
-    if call.keeps_graph:
-        here = weakref.proxy(state), weakref.proxy(call)
-        call.region_ceiling = functools.partial(_room_for_regions, *here, run_type, plan)
-        call.region_owner = weakref.ref(state)
+    watch(state, call, run_type, plan)
     state.began(call)
     if call.window is not None:
         call.window.calls.append(call)
     call.dispatch(plan, run_type)
-
-
-def _room_for_regions(state: TrainingState, call: Call, run_type: str, plan: ModelExecutePlan) -> int | None:
-    """What weights and gradients may take of a device beside the activations of the largest stage that runs backward,
-    as far as they have been measured; None: no limit.
-    """
-    usable = usable_bytes([state.plan_limits()[1]])
-    if usable is None:
-        return None
-    costs, by_layer = state.layer_costs(run_type), call.grain == "layer"
-    stages = [costs[stage.start : stage.stop] for stage in call.backward_stages(plan)]
-    return usable - max(activation_bytes(stage, by_layer=by_layer) for stage in stages)
 
 
 def _raise_if_failed(state: TrainingState, call: Call) -> None:

@@ -108,6 +108,8 @@ class StageJob:
         self._kept = call.passed_on[worker.index]
         worker.parameters.accumulated = self._accumulated
         self._outside_bytes = outside_bytes(worker)
+        if worker.memory is not None:
+            worker.memory.reset_beside_peak()
         try:
             call.check()
             with (
@@ -118,6 +120,8 @@ class StageJob:
                 self._run(worker)
             self._release_all(worker)
             _ops.job_close(self.handle)
+            if worker.memory is not None:
+                call.note_peak(worker.memory.beside_peak_bytes)
             self.probe.ended()
         except BaseException as error:  # noqa: BLE001 (everything becomes the call's failure and reaches the caller)
             if isinstance(error, torch.OutOfMemoryError):

@@ -49,6 +49,7 @@ class StatePart:
             self.adapted.clear()
         elif before[1] != self._measured_under[1]:
             self.measurements.sizes.forget()
+            self.measurements.peaks.clear()
         else:
             return engine
         self.plans.clear()

@@ -86,8 +86,11 @@ def test_care_is_for_unknown_activations_in_limited_memory() -> None:
     limited = Request(1, 1, 1.1, 50, usable_bytes=100)
     (plan,) = best_plans(unknown, cautious(limited, unknown))
     assert len(plan.backward) == 2
-    for request in (Request(1, 1, 1.1, 50), Request(1, 1, 1.1, 50, usable_bytes=100, by_layer=True)):
-        assert cautious(request, unknown) is request
+    by_layer = Request(1, 1, 1.1, 50, usable_bytes=100, by_layer=True)
+    (plan,) = best_plans(unknown, cautious(by_layer, unknown))
+    assert len(plan.backward) == 2  # not for the activations, but weights may not take their room either
+    unlimited = Request(1, 1, 1.1, 50)
+    assert cautious(unlimited, unknown) is unlimited
     inference = [Part(unknown[0].costs, False, False)]
     assert cautious(limited, inference) is limited
 

@@ -163,7 +163,7 @@ def test_a_region_for_which_there_is_no_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit", "least"), [("perceptron", "6MiB", 2), ("attention", "24MiB", 3), ("convolution", "8MiB", 3)]
+    ("kind", "limit", "least"), [("perceptron", "5MiB", 2), ("attention", "24MiB", 3), ("convolution", "8MiB", 3)]
 )
 def test_every_remedy_leads_to_the_peak_that_it_names(kind: str, limit: str, least: int) -> None:
     roundpipe.use_devices(f"host:1@{limit}")
