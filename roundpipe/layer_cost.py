@@ -45,6 +45,10 @@ class LayerCost:
         """Bytes of a stage of this layer alone."""
         return stage_bytes([self], gradients=gradients)
 
+    def unmeasured(self) -> LayerCost:
+        """Its sizes alone."""
+        return replace(self, forward_ms=None, recompute_ms=None, backward_ms=None, input_bytes=None, inner_bytes=None)
+
     def own_units(self, layer: int) -> tuple[tuple[Hashable, int, int], ...]:
         """``units``, or one made up from the layer's bytes; ``layer`` keeps it apart from other layers'."""
         return self.units or ((("layer", layer), self.weight_bytes, self.gradient_bytes),)

@@ -8,7 +8,8 @@ Note [Remedies]
   without numbers. What would not lower the peak beside the least region is left out.
 
   The region of weights and gradients is large enough for two jobs, unless the prediction says that activations need
-  the room (``Measurements.tight``). That is why a configuration that was predicted is remembered.
+  the room (``Measurements.tight``). That is why a configuration that was predicted is remembered. A process that has
+  predicted nothing makes the least region at first (Note [Room for regions]), so that a remedy fits there too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .batch import split_inputs, split_label
 from .errors import DeviceOutOfMemory
+from .layer_cost import LayerCost
 from .layer_memory import FakeRun, LayerMemory, Measured, recording
 from .live_memory import MemoryUse
 from .memory_model import DevicePeak, Run, predict_peak
@@ -40,6 +42,10 @@ WORTH = 0.98
 
 USABLE_SHARE = 0.95
 """Of what the device has, for a prediction to count as fitting: copies down that are late, fragments, workspaces."""
+
+
+_AFTER_A_CALL = "  # made after a call of the model"
+"""Said of plans that would be others in a process where none has been made."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,10 @@ class OomAdvisor:
             lines.append("microbatch: " + ", ".join(error.microbatch_shapes))
         lines.append(f"memory of {error.device}: {_describe(use)}; {amount(error.capacity_bytes or 0)} can be used")
         present, before = peaks.present, peaks.before
-        if before is not None and error.capacity_bytes is not None and before.total_bytes < error.capacity_bytes:
+        predicted = None if before is None else _as_it_ran(before, use)
+        if predicted is not None and error.capacity_bytes is not None and predicted < error.capacity_bytes:
             lines.append(
-                f"It ran out where {amount(before.total_bytes)} were predicted: a kernel, a layer in its recompute or "
+                f"It ran out where {amount(predicted)} were predicted: a kernel, a layer in its recompute or "
                 "backward, or fragments take more than layers without values show. Take the numbers below as less than "
                 "what is needed."
             )
@@ -139,6 +146,12 @@ def _describe(use: MemoryUse) -> str:
         ("other processes", use.elsewhere_bytes),
     ]
     return ", ".join(f"{name} {amount(size)}" for name, size in parts if size is not None)
+
+
+def _as_it_ran(predicted: DevicePeak, use: MemoryUse) -> int:
+    """Predicted bytes, with the region that there was; where it was the region that failed, with the predicted one."""
+    of_two_jobs = predicted.use.weights_bytes + predicted.use.gradients_bytes
+    return predicted.total_bytes - of_two_jobs + (use.weights_bytes + use.gradients_bytes or of_two_jobs)
 
 
 def _smallest(present: DevicePeak) -> str:
@@ -271,11 +284,22 @@ class Peaks:
             return self._state.plans.plan(self._advisor.run_type, count, grain)
 
     def _limited(self, count: int, grain: str, limit_gb: float) -> ModelExecutePlan:
+        """As planned here and now."""
         measured = self._measure(count)
         with self._state.measurements.sizes.supposing(None if measured is None else measured[1]):
-            return ModelExecutePlan.auto(
-                self._advisor.run_type, _Planned(self._state, count, grain), model_memory_limit=limit_gb
-            )
+            return self._auto(self._state.layer_costs(self._advisor.run_type), count, grain, limit_gb)
+
+    def _limited_by_sizes(self, count: int, grain: str, limit_gb: float) -> ModelExecutePlan | None:
+        """As planned in a process that has measured nothing, whether or not the model's own configuration has the
+        number of microbatches; None: that matters.
+        """
+        costs = [cost.unmeasured() for cost in self._state.layer_costs(self._advisor.run_type)]
+        plan, other = (self._auto(costs, given, grain, limit_gb) for given in (count, None))
+        return plan if plan == other else None
+
+    def _auto(self, costs: list[LayerCost], count: int | None, grain: str, limit_gb: float) -> ModelExecutePlan:
+        planned = _Planned(costs, self._state.plan_limits(), count, grain)
+        return ModelExecutePlan.auto(self._advisor.run_type, planned, model_memory_limit=limit_gb)
 
     def remedies(self) -> Iterator[Remedy]:
         found = []
@@ -320,27 +344,35 @@ class Peaks:
             yield self._remedy(count, "layer", self._planned(count, "layer"), recompute_grain="layer")
 
     def _smaller_stages(self, count: int, grain: str) -> Iterator[Remedy]:
-        for limit, plan in self._plans(count, grain):
-            yield self._remedy(count, grain, plan, execute_plan=(limit, plan))
+        for word, plan in self._plans(count, grain):
+            yield self._remedy(count, grain, plan, execute_plan=(word, plan))
 
-    def _plans(self, count: int, grain: str) -> Iterator[tuple[float, ModelExecutePlan]]:
-        """Plans with ever smaller stages, down to single layers."""
+    def _plans(self, count: int, grain: str) -> Iterator[tuple[str, ModelExecutePlan]]:
+        """Plans with ever smaller stages, and the code that makes them. First those that it makes in any process,
+        then those that take what a call has shown, even one that failed.
+        """
+        auto = f'ModelExecutePlan.auto("{self._advisor.run_type}", model, model_memory_limit='
+        found = [(limit, self._limited(count, grain, limit)) for limit in self._limits()]
+        lasting = [self._limited_by_sizes(count, grain, limit) == plan for limit, plan in found]
+        yield from ((f"{auto}{limit})", plan) for (limit, plan), lasts in zip(found, lasting, strict=True) if lasts)
+        for (limit, plan), lasts in zip(found, lasting, strict=True):
+            if not lasts:
+                yield f"{auto}{limit}){_AFTER_A_CALL}", plan
+
+    def _limits(self) -> Iterator[float]:
+        """Ever smaller model memory limits in GB, down to that of single layers."""
         costs = self._state.layer_costs(self._advisor.run_type)
         gradients = self._advisor.run_type != "infer"
         least = max(cost.stage_bytes(gradients=gradients) for cost in costs)
         limit = 2 * max(
             sum(costs[layer].stage_bytes(gradients=gradients) for layer in stage) for stage in self._stages()
         )
-        before = None
         while limit > 2 * least:
             limit = max(limit // 2, 2 * least)
             limit_gb = float(f"{limit * 1.002 / 1e9:.3g}")
             while limit_gb * 1e9 < 2 * least:
                 limit_gb = float(f"{limit_gb * 1.005:.4g}")
-            plan = self._limited(count, grain, limit_gb)
-            if before is None or (plan.fwd_plan, plan.bwd_plan) != before:
-                before = (plan.fwd_plan, plan.bwd_plan)
-                yield limit_gb, plan
+            yield limit_gb
 
     def _stages(self) -> list[range]:
         return [*self._plan.fwd_plan, *(self._plan.bwd_plan if self._advisor.run_type != "infer" else ())]
@@ -351,16 +383,16 @@ class Peaks:
         for count in (*self._counts(self._count),) or (self._count,):
             more = {} if count == self._count else {"num_microbatch": count}
             yield self._remedy(count, grain, self._planned(count, grain), **more, **changes)
-            for limit, plan in self._plans(count, grain):
-                yield self._remedy(count, grain, plan, **more, **changes, execute_plan=(limit, plan))
+            for word, plan in self._plans(count, grain):
+                yield self._remedy(count, grain, plan, **more, **changes, execute_plan=(word, plan))
 
     def _remedy(self, count: int, grain: str, plan: ModelExecutePlan, **changes: Any) -> Remedy:
         words = {name: repr(value) for name, value in changes.items()}
         if "execute_plan" in changes:
-            limit, changes["execute_plan"] = changes["execute_plan"]
-            run_type = self._advisor.run_type
-            words["execute_plan"] = f'ModelExecutePlan.auto("{run_type}", model, model_memory_limit={limit})'
+            words["execute_plan"], changes["execute_plan"] = changes["execute_plan"]
         text = f"RoundPipeRunConfig({', '.join(f'{name}={word}' for name, word in words.items())})"
+        if _AFTER_A_CALL in text:
+            text = text.replace(_AFTER_A_CALL, "") + _AFTER_A_CALL
         config = RoundPipeRunConfig(**changes)
         after = self._peak(count, grain, plan)
         if after is None or self.before is None:
@@ -372,14 +404,14 @@ class Peaks:
 class _Planned:
     """What ``ModelExecutePlan.auto`` asks a model."""
 
-    def __init__(self, state: TrainingState, count: int, grain: str) -> None:
-        self._state, self._run = state, (count, grain)
+    def __init__(self, costs: list[LayerCost], limits: tuple[int, int | None], count: int | None, grain: str) -> None:
+        self._costs, self._limits, self._run = costs, limits, (count, grain)
 
-    def _layer_costs(self, run_type: str) -> Any:
-        return self._state.layer_costs(run_type)
+    def _layer_costs(self, run_type: str) -> list[LayerCost]:
+        return self._costs
 
     def _plan_limits(self) -> tuple[int, int | None]:
-        return self._state.plan_limits()
+        return self._limits
 
     def _plan_run(self) -> tuple[int | None, str]:
         return self._run
