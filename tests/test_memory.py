@@ -137,6 +137,7 @@ def train(width, layers, pin_model, calls):
 roundpipe.use_devices("host:1@500MiB")
 engine = engines.current()
 engine.reserve_regions([240 << 20], [240 << 20])
+engine.reserve_regions = lambda *_: None  # nor does a first call give any of it back
 engine.workers[0].region.zero_()
 warm = train(16, 2, sys.argv[1], 2)
 before = resident() - known()
