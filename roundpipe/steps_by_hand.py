@@ -39,14 +39,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
     """Raises where gradients wait and the optimizer would find none of them. It may find some that the user's own code
-    has put there, and those of the host weights once ``synchronize`` has shown them.
+    has put there, and those of the host weights once ``synchronize`` has shown them. To frozen weights none will come.
     """
     read = {id(p) for unit in state.units if unit.key in state.host_read for p in unit.parameters}
     first = host = None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found = state.host_parameter(parameter)
-            if found is None or (found is parameter and (state.grads_shown or id(parameter) in read)):
+            if found is None or not found.requires_grad:
+                continue
+            if found is parameter and (state.grads_shown or id(parameter) in read):
                 continue
             if parameter.grad is not None:
                 return

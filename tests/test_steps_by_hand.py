@@ -92,6 +92,26 @@ def test_of_a_module_around_a_wrapper() -> None:
         optimizer.step()
 
 
+def test_of_an_optimizer_that_has_frozen_weights_too() -> None:
+    """As one over all parameters of a larger model, of which a frozen part is wrapped."""
+    first, head = nn.Linear(4, 4), nn.Linear(2, 1)
+    body = wrapped("body").requires_grad_(False)
+    optimizer = torch.optim.SGD([*first.parameters(), *body.model.parameters(), *head.parameters()], lr=0.1)
+    before = [p.detach().clone() for p in (first.weight, head.weight)]
+    head(body(first(X))).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(p, q) for p, q in zip((first.weight, head.weight), before, strict=True))
+    partly = wrapped("partly")
+    partly.model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([*partly.model[0].parameters(), *head.parameters()], lr=0.1)
+    head(partly(X)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(partly.model[1].parameters())})
+    with pytest.raises(ConfigError, match="'partly'"):
+        optimizer.zero_grad()
+        optimizer.step()
+
+
 def test_of_a_model_with_parts_on_the_host() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
