@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +46,28 @@ def check_loss_fn(loss_fn: object) -> None:
     try:
         signature.bind(None, None)
     except TypeError as error:
+        if not _is_told_by(loss_fn):
+            return
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise ConfigTypeError(
             f"forward_backward(loss_fn=...): got {name}{signature}, which cannot be called as loss_fn(output, label) "
             f"({error}); expected a function of a microbatch's output and its part of label= (None without one), such "
             "as lambda output, label: ... or lambda output, _: ..."
         ) from error
+
+
+def _is_told_by(function: Any) -> bool:
+    """Whether the signature that ``inspect`` gives is what a call takes. It is not where a decorator has set another
+    one, nor of an object whose class has a static ``__call__``, which is taken for a method.
+    """
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    called = (
+        function if type(function) is types.FunctionType else inspect.getattr_static(type(function), "__call__", None)
+    )
+    return type(called) is types.FunctionType and not any(
+        "__signature__" in getattr(f, "__dict__", ()) for f in (function, called)
+    )
 
 
 def call_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,22 @@ def _takes_all(function: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
+class Alone:
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
+class Static:
+    __slots__ = ()
+    __call__ = staticmethod(lambda output, label: output.sum())
+
+
+def _says_another(function: Callable[..., Any]) -> Callable[..., Any]:
+    inner = _takes_all(function)
+    inner.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return inner
+
+
 GOOD = [
     lambda output, label: output.sum(),
     lambda output, *more: output.sum(),
@@ -48,9 +65,13 @@ GOOD = [
     Loss(),
     functools.partial(lambda weight, output, label: output.sum() * weight, 2.0),
     _takes_all(lambda output: output.sum()),
+    _says_another(lambda output: output.sum()),
+    Static(),
+    functools.partial(Static()),
     torch.compile(lambda output, label: output.sum(), backend="eager"),
 ]
 BAD = [
+    Alone(),
     lambda output: output.sum(),
     lambda output, label, weight: output.sum(),
     lambda output, *, label: output.sum(),
