@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .call_site import caller_level
 from .errors import ConfigError
@@ -58,6 +59,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def warn_of_one_layer(model: nn.Module) -> None:
     """Says that a whole model of many blocks is one layer, so that next to nothing of it is streamed."""
     if isinstance(model, nn.Sequential):  # has been said, or is not so
+        return
+    if any(is_lazy(parameter) for parameter in model.parameters()):  # is refused when weights are placed
         return
     kind = type(model).__name__
     if any(

@@ -231,3 +231,10 @@ def test_nothing_is_said_of_others(wrap: Callable[[], RoundPipe]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap()
+
+
+def test_blocks_that_are_not_initialised_are_refused_as_such() -> None:
+    model = Blocks(4)
+    model.trunk["blocks"] = nn.ModuleList(nn.LazyLinear(4) for _ in range(4))
+    with pytest.raises(ConfigError, match="not initialised"):
+        RoundPipe(model)
