@@ -22,7 +22,7 @@ _FRAMES = 6
 
 
 def refuse_plain_trainer(name: str) -> None:
-    """Raises ConfigError if a Trainer is asking whose training step is not the user's own (nor ours)."""
+    """Raises ConfigError if a Trainer is asking that trains, by a step that is not the user's own (nor ours)."""
     trainer_module = sys.modules.get("transformers.trainer")
     kind: Any = getattr(trainer_module, "Trainer", None)
     if kind is None:
@@ -34,6 +34,8 @@ def refuse_plain_trainer(name: str) -> None:
         frame = frame.f_back
         caller = frame.f_locals.get("self")
         if isinstance(caller, kind):
+            if frame.f_locals.get("train_dataset", getattr(caller, "train_dataset", None)) is None:
+                return  # it only evaluates
             step_of = next(c for c in type(caller).__mro__ if "training_step" in vars(c))
             if step_of.__module__.partition(".")[0] in _LIBRARIES:
                 raise ConfigError(_message(name, type(caller), kind))

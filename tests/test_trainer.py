@@ -293,3 +293,21 @@ def test_a_trainer_with_a_step_of_its_own_is_let_be(tmp_path: Path) -> None:
 
     model = roundpipe.wrap_model_to_roundpipe(LLAMA.make(), name="mine")
     assert Mine(model=model, args=arguments(tmp_path), train_dataset=Texts(4)).model is model
+
+
+def test_a_trainer_that_only_evaluates_is_let_be(tmp_path: Path) -> None:
+    model = roundpipe.wrap_model_to_roundpipe(LLAMA.make(), name="mine")
+    seen = []
+
+    def metrics(found):
+        seen.append(found.predictions.shape)
+        return {}
+
+    trainer = transformers.Trainer(
+        model=model,
+        args=arguments(tmp_path, remove_unused_columns=False, label_names=["labels"]),
+        eval_dataset=Texts(4),
+        compute_metrics=metrics,
+    )
+    assert "eval_loss" in trainer.evaluate()
+    assert len(seen) == 1 and seen[0][0] == 4
