@@ -6,7 +6,8 @@ Note [Room for regions]
   least region, or hardly more: predictions count on that (``memory_model.region_bytes``). Once it has run, or can be
   told from others that have, its region is that of two jobs as far as there is room. Simulated devices count what they
   hold. On a GPU the sizes of activations have to do, and inference, of which those are not measured, gets two jobs'.
-  The last two kinds of training call count together, so that regions stay where two alternate.
+  The last two kinds of training call count together, and those of the last calls, so that regions stay where kinds
+  take turns.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _STEPS = 64
 """Of what a device has, one such part is no matter: peaks count in these steps, as copies under way make them differ a
 little from call to call, and a region may be larger by that much than it must be."""
 
-_RECENT = 2
-"""Kinds of training call that regions leave room for at a time."""
+_RECENT_KINDS, _RECENT_CALLS = 2, 16
+"""Regions leave room for so many kinds of training call, however long ago, and for all that came in so many calls."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class ActivationPeaks:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # covers what was seen
         self._seen: dict[Hashable, _Seen] = {}
-        # By kind of training call, on the caller's thread only: in the order of use; by sizes of activations.
-        self._recent: dict[Hashable, int] = {}
+        # By kind of training call, on the caller's thread only: (peak, number of the last such call) in the order of
+        # use; by sizes of activations.
+        self._recent: dict[Hashable, tuple[int, int]] = {}
+        self._calls = 0
         self._expected: dict[Hashable, tuple[int, int | None]] = {}
 
     def clear(self) -> None:
@@ -120,8 +123,12 @@ class ActivationPeaks:
 
     def among_recent(self, key: Hashable, peak_bytes: int) -> int:
         """The larger of ``peak_bytes``, which training calls of kind ``key`` need, and what those before it need."""
+        self._calls += 1
         self._recent.pop(key, None)
-        self._recent[key] = peak_bytes
-        while len(self._recent) > _RECENT:
-            del self._recent[next(iter(self._recent))]
-        return max(self._recent.values())
+        self._recent[key] = (peak_bytes, self._calls)
+        while len(self._recent) > _RECENT_KINDS:
+            oldest = next(iter(self._recent))
+            if self._recent[oldest][1] > self._calls - _RECENT_CALLS:
+                break
+            del self._recent[oldest]
+        return max(peak for peak, _ in self._recent.values())

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.activation_peaks import ActivationPeaks, Beside
+from roundpipe.engine import Worker
 
 MIB = 1 << 20
 
@@ -58,4 +65,32 @@ def test_sizes_are_added_up_once_for_each_revision() -> None:
 def test_kinds_of_training_that_alternate_have_one_region() -> None:
     peaks = ActivationPeaks()
     assert [peaks.among_recent(*use) for use in (("a", 10), ("b", 30), ("a", 10), ("b", 30))] == [10, 30, 30, 30]
-    assert [peaks.among_recent(*use) for use in (("c", 5), ("a", 10), ("c", 5))] == [30, 10, 10]  # b is over
+    assert [peaks.among_recent("a", 10) for _ in range(100)] == [30] * 100  # one call of b in many, and again
+    assert [peaks.among_recent(*use) for use in (("c", 5), ("a", 10), ("c", 5))] == [10, 10, 10]  # b is over
+
+
+def test_so_have_three_kinds_that_take_turns() -> None:
+    """As where the number of microbatches follows the size of the batch."""
+    peaks = ActivationPeaks()
+    turns = [peaks.among_recent(*use) for _ in range(5) for use in (("a", 30), ("b", 10), ("c", 10))]
+    assert turns == [30] * 15
+    assert 10 in [peaks.among_recent(*use) for _ in range(10) for use in (("b", 10), ("c", 10))]  # a is over
+
+
+def test_regions_stay_where_three_kinds_of_call_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    roundpipe.use_devices("host:1@4MiB")
+    model = RoundPipe(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
+    made: list[int] = []
+    set_region = Worker.set_region
+    monkeypatch.setattr(Worker, "set_region", lambda worker, size: (made.append(size), set_region(worker, size)))
+    for turn in range(6):
+        if turn == 3:
+            made.clear()
+        for pieces in (1, 2, 4):
+            config = RoundPipeRunConfig(num_microbatch=pieces)
+            model.forward_backward(
+                (torch.ones(256, 256),), loss_fn=lambda out, _: out.square().mean(), run_config=config
+            )
+            model.synchronize()
+            model.zero_grad()
+    assert not made
