@@ -105,7 +105,9 @@ class ActivationPeaks:
             seen = self._seen.get(key)
         if seen is None:
             return None
-        return seen.peak_bytes * max(call_bytes, seen.call_bytes) // max(seen.call_bytes, 1)
+        if seen.call_bytes == 0:  # no tensor came from the caller
+            return seen.peak_bytes
+        return seen.peak_bytes * max(call_bytes, seen.call_bytes) // seen.call_bytes
 
     def excess(self, call_bytes: int) -> int | None:
         """How much more training calls have taken than their sizes of activations say; None: none has run."""

@@ -40,6 +40,8 @@ def test_the_largest_peak_of_a_kind_counts_and_larger_microbatches_take_more() -
     assert [peaks.seen("kind", size) for size in (50, 100, 200)] == [1000, 1000, 2000]
     peaks.note("kind", 200, 1500)
     assert peaks.seen("kind", 200) == 1500
+    peaks.note("made from no tensors", 0, 1000)
+    assert peaks.seen("made from no tensors", 0) == 1000
     peaks.clear()
     assert peaks.seen("kind", 100) is None
 
