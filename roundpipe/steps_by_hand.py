@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ConfigError
 from .optimizer_thread import thread as optimizer_thread
@@ -22,9 +22,27 @@ __all__ = ["watch"]
 def watch() -> None:
     """From now on a step that leaves a wrapped model's gradients where they are is a ConfigError."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _may_step_models(optimizer):
+        _check(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _may_step_models(optimizer):
+        _check(optimizer)
+
+
+def _may_step_models(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is the user's own code, which may be ``model.step(...)``, for a loop that calls
+    ``optimizer.step()``.
+    """
+    return getattr(type(optimizer).step, "__module__", "").partition(".")[0] not in ("torch", "roundpipe")
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
     if torch.compiler.is_compiling() or optimizer_thread.is_current():
         return
     from .optim.compact import CompactOptimizer  # not at the top: these are built on what calls watch

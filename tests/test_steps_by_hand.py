@@ -171,3 +171,30 @@ def test_where_gradients_were_put_by_hand() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     model.zero_grad()
+
+
+def test_of_an_optimizer_whose_step_is_the_models() -> None:
+    """For a loop that calls ``optimizer.step()`` and knows nothing of the model."""
+    model = wrapped()
+
+    class Streamed(torch.optim.SGD):
+        by_hand = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.by_hand:
+                super().step()
+            else:
+                model.step(super().step, is_async=False)
+
+    with OptimizerCtx():
+        optimizer = Streamed(model.parameters(), lr=0.1)
+    before = weights(model)
+    model.forward_backward((X,), loss_fn=loss_fn)
+    optimizer.step()
+    assert changed(model, before)
+    optimizer.zero_grad()
+    optimizer.by_hand = True
+    model.forward_backward((X,), loss_fn=loss_fn)
+    with pytest.raises(ConfigError, match=r"Streamed.step\(\) was called by hand"):
+        optimizer.step()
+    model.zero_grad()
