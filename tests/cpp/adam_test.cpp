@@ -145,6 +145,15 @@ TEST_P(Adam, EveryTailOfTheCommonFormats) {
   }
 }
 
+TEST_P(Adam, EverySizeOfEveryFormatHasTheBitsOfTheLongest) {
+  std::mt19937 random(4);
+  for_every_format([&](MasterFormat master, DType gradient, DType moment) {
+    const AdamNumbers numbers = adam_numbers(random_options(random), 1 + random() % 50);
+    expect_bits_of_the_longest(master, gradient, moment, 2 + random() % 2, random,
+                               [&](const UpdateSpans& spans, std::size_t n) { GetParam().adam(spans, numbers, 0, n); });
+  });
+}
+
 TEST_P(Adam, HundredStepsOfEveryOption) {
   constexpr std::size_t kElements = 53;
   for (unsigned combination = 0; combination < 32; ++combination) {

@@ -75,6 +75,15 @@ TEST_P(Lion, EverySizeFormatAndAlignment) {
   EXPECT_GT(clear, all / 10 * 9);
 }
 
+TEST_P(Lion, EverySizeOfEveryFormatHasTheBitsOfTheLongest) {
+  std::mt19937 random(4);
+  for_every_format([&](MasterFormat master, DType gradient, DType moment) {
+    const LionNumbers numbers = lion_numbers(random_options(random));
+    expect_bits_of_the_longest(master, gradient, moment, 1, random,
+                               [&](const UpdateSpans& spans, std::size_t n) { GetParam().lion(spans, numbers, 0, n); });
+  });
+}
+
 TEST_P(Lion, ANumberThatIsNoneReachesTheWeight) {
   Tensor weight(DType::kFloat32, 50), gradient(DType::kFloat32, 50), average(DType::kFloat32, 50);
   for (std::size_t i = 0; i < 50; ++i) {

@@ -85,6 +85,16 @@ TEST_P(Sgd, EverySizeFormatAndAlignment) {
   }
 }
 
+TEST_P(Sgd, EverySizeOfEveryFormatHasTheBitsOfTheLongest) {
+  std::mt19937 random(4);
+  for_every_format([&](MasterFormat master, DType gradient, DType moment) {
+    const SgdOptions options = random_options(random);
+    const SgdNumbers numbers = sgd_numbers(options, random() % 3 == 0);
+    expect_bits_of_the_longest(master, gradient, moment, options.momentum != 0 ? 1 : 0, random,
+                               [&](const UpdateSpans& spans, std::size_t n) { GetParam().sgd(spans, numbers, 0, n); });
+  });
+}
+
 TEST_P(Sgd, HundredStepsOfEveryOption) {
   constexpr std::size_t kElements = 37;
   for (unsigned combination = 0; combination < 32; ++combination) {

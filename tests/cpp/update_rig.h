@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -80,6 +81,10 @@ class Tensor {  // `shift` bytes past an aligned address, with guard bytes at bo
   }
   void set_bits(std::size_t i, std::uint32_t bits) {
     std::memcpy(data() + i * size_of(dtype_), &bits, size_of(dtype_));
+  }
+  void take(const Tensor& longer) { std::memcpy(data(), longer.bytes_.data() + longer.shift_, n_ * size_of(dtype_)); }
+  bool equals_start_of(const Tensor& longer) const {
+    return std::memcmp(bytes_.data() + shift_, longer.bytes_.data() + longer.shift_, n_ * size_of(dtype_)) == 0;
   }
   double get(std::size_t i) const { return decode(bits(i), dtype_); }
   void set(std::size_t i, double value) { set_bits(i, encode(value, dtype_)); }
@@ -175,6 +180,70 @@ class UpdateTest : public ::testing::TestWithParam<UpdateKernels> {
     if (!GetParam().supported()) GTEST_SKIP() << "this processor has no " << GetParam().isa;
   }
 };
+
+// What an update reads and writes, at any addresses.
+struct Updated {
+  Weight weight;
+  Tensor gradient;
+  std::array<Tensor, 3> moments;
+
+  Updated(MasterFormat master, DType published, DType gradient_dtype, DType moment_dtype, std::size_t n,
+          std::mt19937& random)
+      : weight(master, n, published, random), gradient(gradient_dtype, n, random() % 33) {
+    for (Tensor& moment : moments) moment = Tensor(moment_dtype, n, random() % 33);
+  }
+  std::array<Tensor*, 6> all() {
+    return {&weight.master, &weight.published, &gradient, &moments[0], &moments[1], &moments[2]};
+  }
+  UpdateSpans spans(bool publish, std::size_t used_moments) {
+    UpdateSpans spans;
+    spans.weight = weight.span(publish);
+    spans.gradient = gradient.data();
+    spans.gradient_dtype = gradient.dtype();
+    for (std::size_t i = 0; i < used_moments; ++i) spans.moments[i] = {moments[i].data(), moments[i].dtype()};
+    return spans;
+  }
+};
+
+// Calls `test(master, gradient, moments)` for every combination of formats.
+template <class Test>
+void for_every_format(const Test& test) {
+  for (const MasterFormat master : kMasters) {
+    for (const DType gradient : kDTypes) {
+      for (const DType moment : kDTypes) {
+        test(master, gradient, moment);
+        if (::testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// An element's result hangs neither on how many others there are nor on where they lie: at every size the bits are
+// those of the longest run, which the tests beside this one compare with the oracle. `update(spans, n)` is the kernel.
+template <class Update>
+void expect_bits_of_the_longest(MasterFormat master, DType gradient, DType moment, std::size_t used_moments,
+                                std::mt19937& random, const Update& update) {
+  constexpr std::size_t kLongest = 1100;
+  const DType published = kDTypes[random() % 3];
+  const bool publish = random() % 2 == 0;
+  Updated source(master, published, gradient, moment, kLongest, random);
+  for (std::size_t i = 0; i < kLongest; ++i) {
+    source.weight.set(i, any_value(random));
+    source.gradient.set(i, any_value(random));
+    for (Tensor& each : source.moments) each.set(i, std::fabs(any_value(random)));
+  }
+  Updated longest = source;
+  update(longest.spans(publish, used_moments), kLongest);
+  for (std::size_t n = 0; n <= kLongest; ++n) {
+    Updated shorter(master, published, gradient, moment, n, random);
+    for (std::size_t i = 0; i < 6; ++i) shorter.all()[i]->take(*source.all()[i]);
+    update(shorter.spans(publish, used_moments), n);
+    for (std::size_t i = 0; i < 6; ++i) {
+      ASSERT_TRUE(shorter.all()[i]->guards_intact()) << "n " << n << " tensor " << i;
+      ASSERT_TRUE(shorter.all()[i]->equals_start_of(*longest.all()[i])) << "n " << n << " tensor " << i;
+    }
+  }
+}
 
 #define INSTANTIATE_UPDATE_TESTS(Suite)                                                                       \
   INSTANTIATE_TEST_SUITE_P(Isa, Suite, ::testing::ValuesIn(update_kernels().begin(), update_kernels().end()), \
