@@ -309,7 +309,7 @@ case(
     "TensorChunkSpec(3) does not fit",
     lambda w: _train_by(w, split_input=((TensorChunkSpec(3),), None)),
 )
-case("split_function_raises", ZeroDivisionError, "", lambda w: _train_by(w, split_input=lambda a, k, n: 1 / 0))
+case("split_function_raises", ZeroDivisionError, "by zero", lambda w: _train_by(w, split_input=lambda a, k, n: 1 / 0))
 case("split_function_one_list", SplitError, "split_input", lambda w: _train_by(w, split_input=lambda a, k, n: [a] * n))
 case("split_function_short", SplitError, "1",
      lambda w: _train_by(w, split_input=lambda a, k, n: ([a], [k])))  # fmt: skip
@@ -320,12 +320,17 @@ case("label_function_no_list", SplitError, "label", lambda w: _train_by(w, split
 case("label_spec_of_another_form", SplitError, "label",
      lambda w: _train_by(w, split_label={"y": TensorChunkSpec(0)}))  # fmt: skip
 case("label_replicated_by_spec", StageError, "size", lambda w: _train_by(w, split_label=_Replicate()))
-case("merge_function_raises", ZeroDivisionError, "", lambda w: w.infer(merge_output=lambda outputs: 1 / 0))
+case("merge_function_raises", ZeroDivisionError, "by zero", lambda w: w.infer(merge_output=lambda outputs: 1 / 0))
 case("merge_spec_of_another_form", SplitError, "output", lambda w: w.infer(merge_output=(TensorChunkSpec(0),) * 2))
 case("merge_of_unequal", SplitError, "output",
      lambda w: w.train(return_outputs=True, run_config=Config(merge_output=(_Replicate(),))))  # fmt: skip
 case("packed_events", ValueError, "1 transfer events for 2", lambda w: RoundPipePackedData([1, 2], [None]))
-case("packed_of_a_number", (SplitError, TypeError, StageError), "", lambda w: w.infer(RoundPipePackedData([3, 4])))
+case(
+    "packed_of_a_number",
+    (SplitError, TypeError, StageError),
+    "must be Tensor, not int",
+    lambda w: w.infer(RoundPipePackedData([3, 4])),
+)
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 case("plan_empty", PlanError, "layer", lambda w: _train_by(w, execute_plan=ModelExecutePlan()))
@@ -465,7 +470,7 @@ case("load_wrong_shape", RuntimeError, "size mismatch",
 case("load_no_dict", TypeError, "state_dict", lambda w: w.model.load_state_dict([1, 2]))
 case("attribute_missing", AttributeError, "colour", lambda w: w.model.colour)
 case("delete_missing", AttributeError, "colour", lambda w: delattr(w.model, "colour"))
-case("train_mode_text", (TypeError, ValueError), "", lambda w: w.model.train("yes"))
+case("train_mode_text", (TypeError, ValueError), "expected to be boolean", lambda w: w.model.train("yes"))
 case("requires_grad_of_numbers", RuntimeError, "floating", lambda w: RoundPipe(_with_integers()).requires_grad_(True))
 
 
