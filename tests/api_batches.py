@@ -327,6 +327,18 @@ def merge_false_gives_packed_data() -> None:
 
 
 @row
+def the_next_model_takes_packed_outputs() -> None:
+    """Another RoundPipe takes packed data as it is, and gradients go back through it."""
+    first, second = RoundPipe(net()), RoundPipe(nn.Linear(2, 3))
+    x, packed = X.clone().requires_grad_(True), config(num_microbatch=3, merge_output=False)
+    out = second(first(x, roundpipe_run_config=packed))
+    wanted = second.model(first.model(X))
+    assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == X.shape
+
+
+@row
 def packed_inputs_set_the_number_of_microbatches() -> None:
     """Packed inputs set the microbatch count; the shortest wins, with a warning."""
     packed = merged(lambda x: x, merge_output=False)
@@ -403,6 +415,16 @@ def auto_makes_at_least_min_stages() -> None:
     wrapped = RoundPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))))
     assert len(ModelExecutePlan.auto("infer", wrapped).fwd_plan) >= 3
     assert len(ModelExecutePlan.auto("infer", wrapped, min_stages=7).fwd_plan) >= 7
+
+
+@row
+def auto_trades_balance_for_fewer_stages() -> None:
+    """upper_threshold: how much slower than in the fastest plan the slowest stage may be, where that saves stages."""
+    roundpipe.use_devices("host:4")
+    wrapped = RoundPipe(nn.Sequential(*(nn.Linear(4, 4) for _ in range(32))))
+    plans = [ModelExecutePlan.auto("fused", wrapped, upper_threshold=threshold) for threshold in (1.0, 4.0)]
+    few, many = sorted(len(plan.fwd_plan) + len(plan.bwd_plan) for plan in plans)
+    assert few < many == len(plans[0].fwd_plan) + len(plans[0].bwd_plan)
 
 
 @row

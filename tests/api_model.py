@@ -98,6 +98,8 @@ def attributes_go_to_the_original_model() -> None:
     assert wrapped.colour == "red"
     wrapped.colour = "blue"
     assert original.colour == "blue"
+    del wrapped.colour
+    assert not hasattr(original, "colour") and not hasattr(wrapped, "colour")
     assert set(wrapped.state_dict()) == set(original.state_dict())
 
 
@@ -164,6 +166,29 @@ def module_verbs() -> None:
 
 
 @row
+def dtypes_change_before_training_only() -> None:
+    """half/bfloat16/to(dtype): before training; afterwards an error."""
+    wrapped = RoundPipe(net())
+    wrapped.forward_backward((X,), loss_fn=square_sum)
+    for verb in (wrapped.half, wrapped.bfloat16, lambda: wrapped.to(torch.float64)):
+        with pytest.raises(ConfigError, match="dtype"):
+            verb()
+
+
+@row
+def a_loaded_weight_is_never_reverted() -> None:
+    """load_state_dict synchronises: a step under way does not write over what was loaded."""
+    wrapped = RoundPipe(net())
+    optimizer = sgd(wrapped)
+    wrapped.forward_backward((X,), loss_fn=square_sum)
+    wrapped.step(optimizer.step)
+    loaded = net(5).state_dict()
+    wrapped.load_state_dict(loaded)
+    wrapped.synchronize()
+    assert all(torch.equal(value, loaded[name]) for name, value in wrapped.state_dict().items())
+
+
+@row
 def copies_are_wrappers_of_their_own() -> None:
     """deepcopy and pickle."""
     wrapped = RoundPipe(net())
@@ -180,6 +205,38 @@ def buffers_are_written_once_and_come_home() -> None:
     plan = stages([range(2)], [range(2, 3), range(2)])
     wrapped.forward_backward((X,), loss_fn=square_sum, run_config=config(num_microbatch=3, execute_plan=plan))
     assert int(wrapped.model[1].num_batches_tracked) == 3
+
+
+@row
+def recompute_sees_the_buffers_of_its_forward() -> None:
+    """Recompute sees a buffer's value from before that forward."""
+
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((roundpipe.doing_recompute(), self.calls.item()))
+            self.calls += 1
+            return super().forward(x)
+
+    seen: list[Any] = []
+    wrapped = RoundPipe(nn.Sequential(Counts(), nn.Linear(4, 1)))
+    plan = stages([range(1)], [range(1, 2), range(1)])
+    wrapped.forward_backward((X,), loss_fn=square_sum, run_config=config(num_microbatch=2, execute_plan=plan))
+    wrapped.synchronize()
+    assert sorted(seen) == [(False, 0.0), (False, 1.0), (True, 0.0), (True, 1.0)]
+    assert wrapped.model[0].calls.item() == 2
+
+
+@row
+def buffers_must_not_require_grad() -> None:
+    """A buffer that requires grad is an error at construction."""
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("table", torch.ones(2, requires_grad=True))
+    with pytest.raises(ConfigError, match="table"):
+        RoundPipe(layer)
 
 
 @row
@@ -204,6 +261,21 @@ def forward_gives_merged_outputs() -> None:
     with torch.no_grad():
         assert torch.allclose(wrapped(X), net()(X), rtol=1e-6)
         assert torch.allclose(wrapped(X, roundpipe_run_config=config(num_microbatch=6)), net()(X), rtol=1e-6)
+
+
+@row
+def inference_uses_the_newest_complete_weights() -> None:
+    """Under no_grad: an asynchronous step is seen for certain after synchronize()."""
+    wrapped = RoundPipe(net())
+    optimizer = sgd(wrapped)
+    wrapped.forward_backward((X,), loss_fn=square_sum)
+    wrapped.step(optimizer.step)
+    with torch.no_grad():
+        at_once = wrapped(X)
+        wrapped.synchronize()
+        later, wanted = wrapped(X), wrapped.model(X)
+    assert torch.allclose(later, wanted, rtol=1e-5)
+    assert any(torch.allclose(at_once, one, rtol=1e-5) for one in (net()(X), wanted))
 
 
 @row
@@ -249,6 +321,13 @@ def the_sum_of_the_losses_on_the_cpu() -> None:
     loss = RoundPipe(net()).forward_backward((X,), loss_fn=square_sum, run_config=config(num_microbatch=3))
     assert loss.device.type == "cpu" and not loss.requires_grad
     assert torch.allclose(loss, square_sum(net()(X), None), rtol=1e-6)
+
+
+@row
+def forward_backward_needs_grad_mode() -> None:
+    """forward_backward: an error under no_grad."""
+    with torch.no_grad(), pytest.raises(RuntimeError, match="grad"):
+        RoundPipe(net()).forward_backward((X,), loss_fn=square_sum)
 
 
 @row

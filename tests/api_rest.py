@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import tempfile
 from pathlib import Path
@@ -249,6 +250,29 @@ def methods_of_the_scaler() -> None:
 
 
 @row
+def a_scaler_unscales_once_and_takes_a_new_scale() -> None:
+    """unscale_ in the step function, for clipping; update(new_scale), which asynchronously counts one update later."""
+    wrapped, plain = RoundPipe(net()), net()
+    optimizer, scaler = sgd(wrapped), roundpipe.GradScaler(init_scale=8.0)
+
+    def update() -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.5)
+        scaler.step(optimizer)
+
+    wrapped.forward_backward((X,), loss_fn=lambda out, _: scaler.scale(square_sum(out, None)))
+    wrapped.step(update, is_async=False)
+    square_sum(plain(X), None).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert torch.allclose(wrapped.model[0].weight, plain[0].weight, rtol=1e-5, atol=1e-6)
+    scaler.update(2.0)
+    assert (scaler.get_scale(), scaler.get_scale(up_to_date=True)) == (8.0, 2.0)
+    scaler.update(4.0, is_async=False)
+    assert scaler.get_scale() == 4.0
+
+
+@row
 def operators_of_the_data_plane() -> None:
     """host_empty, offload and reload pairs and linear_cross_entropy are operators of torch."""
     for name in (
@@ -298,6 +322,34 @@ def devices_are_chosen_by_name() -> None:
     assert [d.memory_bytes for d in roundpipe.devices()] == [512 << 20] * 2
     with pytest.raises(ValueError):
         roundpipe.use_devices("cuda:999")
+
+
+@row
+def without_a_gpu_one_simulated_device_and_one_warning() -> None:
+    """The default: all visible GPUs; with none, one simulated device, which is said."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("ROUNDPIPE_DEVICES", raising=False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        patch.setattr(importlib.import_module("roundpipe.devices"), "_warned", False)
+        roundpipe.use_devices(None)
+        with pytest.warns(UserWarning, match="simulated") as caught:
+            assert [d.name for d in roundpipe.devices()] == ["host:0"]
+        assert len(caught) == 1
+        with pytest.raises(ValueError, match="CUDA"):
+            roundpipe.use_devices("cuda")
+    roundpipe.use_devices("host:2")
+
+
+@row
+def where_weights_lie() -> None:
+    """pin_model: "alloc", "register", "off", or "auto" for the first of them that fits; the results are the same."""
+    losses = [
+        RoundPipe(net(), pin_model=pin_model).forward_backward((X,), loss_fn=square_sum)
+        for pin_model in ("alloc", "register", "off", "auto")
+    ]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    with pytest.raises(ValueError, match="pin_model"):
+        RoundPipe(net(), pin_model="yes")
 
 
 @row

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,6 +76,40 @@ def use_sequential_preset() -> None:
         wrap_model_to_roundpipe(nn.Linear(4, 4), use_sequential_preset=True)
     assert wrap_model_to_roundpipe(_causal_model(), use_sequential_preset=True).num_layers == 4
     assert wrap_model_to_roundpipe(net()).num_layers == 3
+
+
+class _Notes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said += record.getMessage() + "\n"
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[_Notes]:
+    logger, notes = logging.getLogger("roundpipe"), _Notes()
+    level = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        yield notes
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
+
+
+@row
+def what_was_chosen_is_logged() -> None:
+    """use_sequential_preset=None tries and logs what it chose; False skips it."""
+    with _logged() as notes:
+        wrap_model_to_roundpipe(_causal_model())
+    assert "preset for causal language models, 4 layers" in notes.said
+    with _logged() as notes:
+        wrapped = wrap_model_to_roundpipe(_causal_model(), use_sequential_preset=False, upper_threshold=0)
+    assert "preset" not in notes.said and "is streamed" in notes.said
+    assert type(wrapped) is not RoundPipe
 
 
 @row
@@ -156,6 +192,47 @@ def rules_of_the_tree_walk() -> None:
 
 
 @row
+def configurations_of_the_parts() -> None:
+    """By default upper_threshold is total/(devices+1); a total below lower_threshold runs with one microbatch; elements
+    of a ModuleList but the last stay packed."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))  # 72 parameters each
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.norm, self.pair = blocks, nn.LayerNorm(8), nn.Bilinear(4, 4, 8)  # 16 and 136
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x) + self.pair(x[:, :4], x[:, 4:])
+
+    wrapped = wrap_model_to_roundpipe(Model(), lower_threshold=50, optim_dtype=torch.float64)  # 2 devices: 368 / 3
+    found = {name: (part.num_microbatch, part.merge_output) for name, part in wrapped._parts.items()}
+    assert found == {
+        "blocks.0": (None, False),
+        "blocks.1": (None, False),
+        "blocks.2": (None, None),
+        "norm": (1, None),
+        "pair": (None, None),
+    }
+    assert {p.dtype for p in wrapped.optim_parameters()} == {torch.float64}  # other arguments are RoundPipe's
+
+
+@row
+def parts_of_one_model_may_share_parameters() -> None:
+    """Between the RoundPipes inside one AutoRoundPipe gradients of a shared parameter are summed."""
+    model, plain = _branches(), _branches()
+    for one in (model, plain):
+        one.blocks[2].weight = one.blocks[0].weight
+    wrapped = _auto(model)
+    wrapped(X).square().sum().backward()
+    plain(X).square().sum().backward()
+    wrapped.synchronize()
+    assert torch.allclose(model.blocks[0].weight.grad, plain.blocks[0].weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@row
 def override_config_is_for_single_modules() -> None:
     """override_config: a run configuration for one module."""
     model = _branches()
@@ -173,3 +250,14 @@ def functions_can_be_wrapped() -> None:
     wrapped = wrap_model_to_roundpipe(lambda x, y: (x - y).square())
     with torch.no_grad():
         assert torch.equal(wrapped(X, torch.zeros(6, 4)), X.square())
+
+
+@row
+def loss_functions_of_transformers_can_be_wrapped() -> None:
+    """A loss function of a transformers model runs on a device."""
+    model = _causal_model()
+    logits, labels = torch.randn(3, 5, 32), torch.randint(32, (3, 5))
+    arguments = dict(logits=logits, labels=labels, vocab_size=32)
+    with torch.no_grad():
+        got = wrap_model_to_roundpipe(model.loss_function)(**arguments)
+    assert torch.allclose(got, model.loss_function(**arguments), rtol=1e-5)

@@ -76,6 +76,7 @@ SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
             "loss_fn": "a function",
             "return_outputs": False,
             "run_config": None,
+            "step": None,
         },
     ),
     (
@@ -99,6 +100,7 @@ SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
                 "split_label",
                 "merge_output",
                 "execute_plan",
+                "on_oom",
             )
         ),
     ),
@@ -175,7 +177,10 @@ SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         },
     ),
     (roundpipe.GradScaler.update, {"self": NOTHING, "new_scale": None, "is_async": True}),
-    (roundpipe.GradScaler.get_scale, {"self": NOTHING, "up_to_date": False}),
+    *(
+        (getattr(roundpipe.GradScaler, f"get_{name}"), {"self": NOTHING, "up_to_date": False})
+        for name in ("scale", "growth_factor", "backoff_factor", "growth_interval")
+    ),
     (
         roundpipe.wrap_model_to_roundpipe,
         {
