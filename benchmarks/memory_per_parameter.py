@@ -33,6 +33,7 @@ EXPECTED = {  # bytes of an exact step: weight, gradient, master, moments
     "float32/float32": 16,
     "float32/bfloat16": 12,
     "split/int8": 8.03,
+    "float32/int8": 10.03,
     "torch": 20,
 }
 # Asynchronous: a second copy of the weights. Announced: no gradients, which pass through a pool of constant size.
