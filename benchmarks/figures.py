@@ -84,6 +84,11 @@ def split_beside(other: str, key: str, faster_is_more: bool) -> Callable[[Result
     return read
 
 
+def drop_in_beside_torch(result: Result) -> float:
+    rows = {row["variant"]: row["s_per_1e9_parameters"] for row in result["rows"]}
+    return rows["torch_step"] / rows["drop_in"]
+
+
 def split_seconds(result: Result) -> float:
     return {row["variant"]: row["s_per_1e9_parameters"] for row in result["rows"]}["split"]
 
@@ -114,6 +119,12 @@ FIGURES: dict[str, Figure] = {
             ),
         ],
         seconds=60,
+    ),
+    "step": Figure(
+        "optimizer.py --variants drop_in,torch_step --together --repeats 24",
+        [Goal("drop-in step, times as fast as torch.optim.AdamW(fused=True)", drop_in_beside_torch, 1.0, least=True)],
+        seconds=20,
+        gpus=0,
     ),
     "pinning": Figure(
         "pin_modes.py --layers 32 --layer-mib 256",

@@ -2,17 +2,22 @@
 
     python benchmarks/optimizer.py --parameters 1e9 --threads 16
     python benchmarks/optimizer.py --parameters 1e7 --repeats 3
+    python benchmarks/optimizer.py --variants drop_in,torch_step --together
 
 AdamW on bfloat16 gradients and weights, in seconds per 1e9 parameters. Ours is one pass; the baseline is what a plain
 loop does around torch.optim.AdamW(fused=True): cast the gradients, scale them, step, cast the weights. Bytes are those
 that each must move at least (every input read once, every output written once; a pass of its own counts anew), and the
 bandwidth is to be read beside that of a parallel copy in the same run. Variants take turns, so that a machine that
 changes its pace changes all of them.
+
+"drop_in" and "torch_step" are the bare steps of roundpipe.optim.AdamW and of torch.optim.AdamW(fused=True) on float32
+parameters and gradients; "deepspeed_step" is that of DeepSpeed's CPU Adam, where the package is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +29,13 @@ import torch
 from common import RESULTS, machine_facts, summary, write_result
 from torch import Tensor
 
-from roundpipe import _ops
+from roundpipe import _ops, optim
 
 OPTIONS: dict[str, Any] = dict(lr=1e-2, eps=1e-8, weight_decay=0.1)
 BETAS = (0.9, 0.999)
 FACTOR = 0.5
 STEP = 10
+BARE_STEPS = ("drop_in", "torch_step", "deepspeed_step")
 
 
 @dataclass
@@ -130,6 +136,20 @@ def plain(sizes: list[int]) -> Variant:
     return Variant("torch", cast + scale + step + publish, run, published)
 
 
+def bare_step(name: str, sizes: list[int]) -> Variant:
+    parameters = [torch.nn.Parameter(weight) for weight in filled(sizes, torch.float32, 0.02, seed=1)]
+    for parameter, gradient in zip(parameters, filled(sizes, torch.float32, 1.0, seed=2), strict=True):
+        parameter.grad = gradient
+    optimizer: Any
+    if name == "drop_in":
+        optimizer = optim.AdamW(parameters, betas=BETAS, **OPTIONS)
+    elif name == "deepspeed_step":
+        optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(parameters, betas=BETAS, **OPTIONS)
+    else:
+        optimizer = torch.optim.AdamW(parameters, betas=BETAS, fused=True, **OPTIONS)
+    return Variant(name, 4 * 4 + 3 * 4, optimizer.step, [p.detach() for p in parameters])
+
+
 def copy_variant(parameters: int) -> Variant:
     source, target = torch.empty(parameters).zero_(), torch.empty(parameters).zero_()
     return Variant("copy", 8, lambda: target.copy_(source), [])
@@ -138,7 +158,8 @@ def copy_variant(parameters: int) -> Variant:
 def measure(variants: list[Variant], repeats: int, warmup: int, parameters: int) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {v.name: [] for v in variants}
     for index in range(warmup + repeats):
-        for variant in variants:
+        first = index % len(variants)  # who comes after whom makes some percent
+        for variant in variants[first:] + variants[:first]:
             begin = time.perf_counter()
             variant.run()
             if index >= warmup:
@@ -164,8 +185,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     parameters = int(args.parameters)
     sizes = sizes_of(parameters, int(args.tensor))
     names = [name for name in args.variants.split(",") if name]
-    makers = {
-        name: (lambda: plain(sizes)) if name == "torch" else (lambda name=name: ours(name, sizes)) for name in names
+    makers: dict[str, Callable[[], Variant]] = {
+        "torch": lambda: plain(sizes),
+        **{name: lambda name=name: bare_step(name, sizes) for name in BARE_STEPS},
+        **{name: lambda name=name: ours(name, sizes) for name in ("float32", "split", "split+bfloat16")},
     }
     rows: list[dict[str, Any]] = []
     weights: dict[str, Tensor] = {}

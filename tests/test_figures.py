@@ -15,7 +15,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 PUBLISHED = {
     "W2": "step_time-W2-compact-h200",
+    "W1": "step_time-W1-compact-h200",
     "W6": "optimizer-h200",
+    "step": "optimizer-step-2cores",
     "W7": "memory_per_parameter-2cores",
     "scaling-q17": "scaling-q17-2xh200",
     "scaling-moe": "scaling-moe-2xh200",
