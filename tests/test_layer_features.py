@@ -497,3 +497,39 @@ def test_torch_func_inside_a_layer(grain: str, seed: int) -> None:
     oracle.assert_same_state(wrapped.model, plain, 1e-5)
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         oracle.assert_close_to_scale(got.grad, want.grad, "gradient", 1e-4)
+
+
+# -- gradients and losses ----------------------------------------------------------------------------------------------
+def test_sparse_gradients_become_dense() -> None:
+    """Of calls and microbatches that meet other rows; rows that no call met have zeros."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Tanh(), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    wrapped = RoundPipe(model)
+    for tokens in (torch.tensor([[0, 1], [1, 1], [5, 0]]), torch.tensor([[2, 1], [2, 2], [3, 3]])):
+        wrapped.forward_backward(
+            (tokens,), loss_fn=lambda out, _: out.square().sum(), run_config=RoundPipeRunConfig(num_microbatch=3)
+        )
+        plain(tokens).square().sum().backward()
+    wrapped.synchronize()
+    got, want = model[0].weight.grad, plain[0].weight.grad
+    assert got is not None and want is not None and want.is_sparse and not got.is_sparse
+    torch.testing.assert_close(got, want.to_dense())
+    assert (got[[4, 6]] == 0).all()
+
+
+def test_a_loss_may_use_some_outputs_and_the_callers_own_tensors() -> None:
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), x * self.bias.sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Two(4, 4))
+    plain = copy.deepcopy(model)
+    x, scale = torch.randn(6, 4), torch.randn(4)
+    wrapped = RoundPipe(model)
+    wrapped.forward_backward((x,), loss_fn=lambda out, _: (out[0] * scale.to(out[0].device)).square().sum())
+    (plain(x)[0] * scale).square().sum().backward()
+    wrapped.synchronize()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
