@@ -79,12 +79,15 @@ class OptimizerParameters:
             {id(e.parameter) for e in entries}, {t.untyped_storage().data_ptr() for t in own}
         )
 
-    def ensure(self) -> None:
-        """Makes what is missing, from the present host weights. Requires that no publish is outstanding."""
+    def ensure(self) -> list[str]:
+        """Makes what is missing, from the present host weights. Requires that no publish is outstanding. Returns the
+        names of those that were made now.
+        """
         optimizer_states.watch()
+        names = []
         for unit in self._units:
-            for index in unit.trainable:
-                host, layout = unit.parameters[index], unit.layouts[index]
+            # Of those too that were unfrozen after the gradients were packed.
+            for index, (host, layout) in enumerate(zip(unit.parameters, unit.layouts, strict=True)):
                 if id(host) in self._made or not host.requires_grad:
                     continue
                 dtype = self.dtype if self.dtype is not None and host.is_floating_point() else host.dtype
@@ -94,6 +97,8 @@ class OptimizerParameters:
                 parameter.__dict__.update(host.__dict__)
                 self._made[id(host)] = OptimizerParameter(host, flat, parameter, layout)
                 self._hosts[id(parameter)] = host
+                names.append(unit.names[index])
+        return names
 
     def get(self, host: nn.Parameter) -> nn.Parameter | None:
         entry = self._made.get(id(host))

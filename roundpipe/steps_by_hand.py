@@ -1,8 +1,13 @@
-"""Steps taken by hand, which find no gradients: those of a wrapped model come to its optimizer in ``model.step``."""
+"""Steps that find no gradients where some wait: those of a wrapped model come to its optimizer in its ``step``.
+
+Such are steps taken by hand, and one in the step function of another model that shares the optimizer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +20,9 @@ from .ownership import owners
 if TYPE_CHECKING:
     from .training_state import TrainingState
 
-__all__ = ["watch"]
+__all__ = ["watch", "watched"]
+
+_others: list[TrainingState] = []  # optimizer thread only: see watched
 
 
 @functools.cache
@@ -42,8 +49,36 @@ def _may_step_models(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(type(optimizer).step, "__module__", "").partition(".")[0] not in ("torch", "roundpipe")
 
 
+def watched(function: Callable[[], Any], state: TrainingState) -> Callable[[], Any]:
+    """``function``, the step of ``state``, so that it may not pass by gradients of other models that wait now: in that
+    step their optimizer would not find them.
+    """
+    from .training_state import living_states
+
+    others = [other for other in living_states() if other is not state and other.window]
+    return functools.partial(_run_watched, function, others) if others else function
+
+
+def _run_watched(function: Callable[[], Any], others: list[TrainingState]) -> None:
+    with _watching(others):
+        function()
+
+
+@contextlib.contextmanager
+def _watching(others: list[TrainingState]) -> Iterator[None]:
+    _others[:] = others
+    try:
+        yield
+    finally:
+        _others.clear()
+
+
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    if torch.compiler.is_compiling() or optimizer_thread.is_current():
+    if torch.compiler.is_compiling():
+        return
+    if optimizer_thread.is_current():
+        for state in _others:
+            _refuse_without_gradients(optimizer, state, in_step_function=True)
         return
     from .optim.compact import CompactOptimizer  # not at the top: these are built on what calls watch
     from .training_state import living_states
@@ -55,7 +90,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             _refuse_without_gradients(optimizer, state)
 
 
-def _refuse_without_gradients(optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
+def _refuse_without_gradients(
+    optimizer: torch.optim.Optimizer, state: TrainingState, in_step_function: bool = False
+) -> None:
     """Raises where gradients wait and the optimizer would find none of them. It may find some that the user's own code
     has put there, and those of the host weights once ``synchronize`` has shown them. To frozen weights none will come.
     """
@@ -77,6 +114,13 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, state: TrainingS
     owner = owners.of(host)
     name = "a wrapped model" if owner is None else f"the wrapped model {owner.name!r}"
     kind = type(optimizer).__name__
+    if in_step_function:
+        raise ConfigError(
+            f"{kind} holds parameters of {name} too, which has gradients that this step function of another model "
+            "does not bring: they come to the optimizer in that model's own step, so this one would leave them out. "
+            "Make an optimizer for each model and step each; or take the other's first, with its "
+            "step(lambda: None), and call its synchronize() after this step."
+        )
     build = (
         "Build the optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters() (its parameters are the "
         "host weights now), and call"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from . import engine as engines
 from .announced_step import AnnouncedStep
 from .buffers import HostBuffers, undo_all
 from .call import Call
+from .call_site import caller_level
 from .compact_step import CompactStep
 from .compact_training import CompactTraining
 from .devices import devices
@@ -33,6 +35,7 @@ from .optimizer_thread import OptimizerTask, StepTask
 from .optimizer_thread import thread as optimizer_thread
 from .plan import LayerCost
 from .plan_keeper import PlanKeeper
+from .steps_by_hand import watched
 from .structure import Structure
 from .units import Unit, build_units
 from .window import Window
@@ -248,7 +251,8 @@ class TrainingState:
                     "optimizer inside `with roundpipe.OptimizerCtx():` from model.parameters(), or from "
                     "model.optim_parameters()."
                 )
-        self.optimizer.ensure()  # of parameters that were unfrozen since
+        self._ensure_unfrozen()
+        function = watched(function, self)
         with uninterrupted():
             window, self.window = self.window, Window()
             self._dispatch(window, function, publish_first=is_async and self._unpublished, publish_last=not is_async)
@@ -256,6 +260,19 @@ class TrainingState:
         if not is_async:
             self.drain()
             self.raise_failures()
+
+    def _ensure_unfrozen(self) -> None:
+        was_empty = not self.optimizer
+        names = self.optimizer.ensure()
+        if names and not was_empty:
+            some = ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+            warnings.warn(
+                f"{len(names)} parameters ({some}) require grad since the optimizer was built, which does not hold "
+                "them: they get gradients, but this step and those to come do not train them. Inside `with "
+                "roundpipe.OptimizerCtx():` build the optimizer again, or give it a group of them from "
+                "model.named_parameters() with add_param_group. This is said once.",
+                stacklevel=caller_level(),
+            )
 
     def _dispatch(
         self, window: Window | None, function: Callable[[], Any] | None, *, publish_first: bool, publish_last: bool

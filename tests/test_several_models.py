@@ -11,6 +11,7 @@ import torch
 
 import roundpipe
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe.errors import ConfigError, StageError
 
 from . import oracle
 from .test_model import assert_same, mlp, step_both
@@ -86,6 +87,41 @@ def test_one_optimizer_for_two_models() -> None:
         update(plain_optimizer)()
     for wrapped, plain in pairs:
         assert_same(wrapped, plain)
+
+
+def test_a_step_that_leaves_the_other_model_out_is_refused() -> None:
+    first = RoundPipe(mlp(0), name="first")
+    second = RoundPipe(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)), name="second"
+    )
+    with OptimizerCtx():
+        both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=LR)
+    second(first(torch.randn(6, 6))).square().mean().backward()
+    with pytest.raises(StageError, match="SGD holds parameters of the wrapped model 'second' too") as caught:
+        first.step(update(both), is_async=False)
+    assert isinstance(caught.value.__cause__, ConfigError)
+    weights = [p.detach().clone() for p in second.model.parameters()]
+    second.step(update(both), is_async=False)  # that of `first` stands in its copies
+    second.synchronize()
+    assert not any(torch.equal(p, q) for p, q in zip(weights, second.model.parameters(), strict=True))
+
+
+def test_a_shared_optimizer_may_step_the_model_that_was_trained_alone() -> None:
+    """Also when the other one has begun its next call before the step runs."""
+    first, second = RoundPipe(mlp(0)), RoundPipe(mlp(1))
+    with OptimizerCtx():
+        both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=LR)
+    x, go = torch.randn(6, 6), threading.Event()
+    for model, other in ((first, second), (second, first)) * 2:
+        model.forward_backward((x,), loss_fn=lambda out, _: out.square().mean())
+        model.step(lambda: (go.wait(20), *update(both)()))
+        if other is second:
+            other.forward_backward((x,), loss_fn=lambda out, _: out.square().mean())
+            go.set()
+            model.synchronize()
+            other.zero_grad()
+    first.synchronize()
+    second.synchronize()
 
 
 def test_the_same_batch_gives_the_same_result_on_other_devices() -> None:
