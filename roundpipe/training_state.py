@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -497,8 +498,10 @@ _living: weakref.WeakSet[TrainingState] = weakref.WeakSet()
 
 
 def living_states() -> list[TrainingState]:
-    """Of every wrapper in this process."""
-    return list(_living)
+    """Of every wrapper in this process; on any thread, while another one may be making a wrapper."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # the set has grown while it was looked through
+            return list(_living)
 
 
 def _tell_at_exit(_deadline: float) -> None:

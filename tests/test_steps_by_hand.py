@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import OptimizerCtx, RoundPipe
+from roundpipe import OptimizerCtx, RoundPipe, training_state
 from roundpipe.errors import ConfigError
 from roundpipe.roundpipe import AutoRoundPipe
 
@@ -198,3 +201,34 @@ def test_of_an_optimizer_whose_step_is_the_models() -> None:
     with pytest.raises(ConfigError, match=r"Streamed.step\(\) was called by hand"):
         optimizer.step()
     model.zero_grad()
+
+
+def test_states_are_found_while_another_thread_makes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every step of any optimizer looks for them."""
+
+    class State:
+        pass
+
+    monkeypatch.setattr(training_state, "_living", weakref.WeakSet())
+    kept = [State() for _ in range(30)]
+    for state in kept:
+        training_state._living.add(state)  # type: ignore[arg-type]
+    ended = threading.Event()
+
+    def make() -> None:
+        while not ended.is_set():
+            more = [State() for _ in range(20)]
+            for state in more:
+                training_state._living.add(state)  # type: ignore[arg-type]
+
+    maker = threading.Thread(target=make)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        maker.start()
+        for _ in range(2000):
+            assert len(training_state.living_states()) >= len(kept)
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        maker.join()
