@@ -9,7 +9,7 @@ import torch
 
 from .errors import ConfigError, ConfigTypeError
 
-__all__ = ["check_bool", "check_name", "check_optim_dtype", "check_state_dict", "keyword_arguments"]
+__all__ = ["check_bool", "check_compile", "check_name", "check_optim_dtype", "check_state_dict", "keyword_arguments"]
 
 
 def check_bool(where: str, value: object) -> bool:
@@ -21,6 +21,18 @@ def check_bool(where: str, value: object) -> bool:
 def check_name(value: object) -> None:
     if value is not None and not isinstance(value, str):
         raise ConfigTypeError(f"RoundPipe(name=...): got {type(value).__name__}, expected a string or None")
+
+
+def check_compile(value: object) -> None:
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return
+    elif isinstance(value, bool):
+        return
+    raise ConfigTypeError(
+        f"compile={value!r}: expected True, False, or a dict of options of torch.compile such as "
+        '{"mode": "max-autotune-no-cudagraphs"}'
+    )
 
 
 def check_optim_dtype(value: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .compiled import compile_layers
 from .construction import check_arguments, claim_weights
 from .errors import ConfigError
 from .function_layer import loss_property
@@ -39,8 +40,8 @@ class AutoRoundPipe(RoundPipe):
     Args:
         model: on the CPU. It stays as it is; a copy of its tree calls the parts.
         parts: names of the modules to stream (as in ``named_modules``), each with the configuration that is its own.
-        optim_dtype, name, model_run_config, pin_model: as for ``RoundPipe``. Of ``model_run_config`` and of the call's
-            ``roundpipe_run_config`` the parts take what their own configuration leaves open.
+        optim_dtype, name, model_run_config, pin_model, compile: as for ``RoundPipe``. Of ``model_run_config`` and of a
+            call's ``roundpipe_run_config`` the parts take what their own configuration leaves open.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class AutoRoundPipe(RoundPipe):
         name: str | None = None,
         model_run_config: RoundPipeRunConfig | None = None,
         pin_model: str = "alloc",
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         nn.Module.__init__(self)
-        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
+        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model, compile)
         _refuse_plan(config, "model_run_config")
         modules = dict(model.named_modules(remove_duplicate=False))
         streamed = {part: modules[part] for part in parts}
@@ -75,6 +77,8 @@ class AutoRoundPipe(RoundPipe):
         self.__dict__.update(_parts=dict(parts), _left=left, _settings=settings)
         with owners.released_on_failure(self):
             state = self._new_state(layers, optim_dtype, pin_model)
+            compile_layers(layers[:-1] if function is not None else layers, compile)
+        self.__dict__["_compile"] = compile
         self._set_up(model, state, lock, self.name, config)
         pipes = {
             part: part_class(module)(settings, module, state, places[part], part, parts.get(part, ONE_MICROBATCH))
@@ -146,7 +150,7 @@ class AutoRoundPipe(RoundPipe):
         )
 
     def _rebuild_arguments(self) -> dict[str, Any]:
-        return {"parts": dict(self._parts)}
+        return {"parts": dict(self._parts), "compile": self._compile}
 
 
 def _refuse_plan(config: RoundPipeRunConfig, what: str) -> None:

@@ -23,7 +23,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,6 +55,23 @@ _ENTRIES = (nn.Module.__call__, nn.Module._call_impl)
 
 def is_compiled(value: object) -> bool:
     return isinstance(value, types.FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
+
+
+def compile_layers(layers: Iterable[nn.Module], options: bool | Mapping[str, Any]) -> None:
+    """Each layer by itself and in place, ``options``: of ``torch.compile``. What its owner has compiled stays so. Of a
+    layer that is nothing but modules of torch.nn, ``nn.Module.compile`` would compile no frame (and with ``fullgraph``
+    it would fail).
+    """
+    if options is False:
+        return
+    for layer in layers:
+        own = any(not type(module).__module__.startswith("torch.nn.") for module in layer.modules())
+        if (
+            own
+            and layer._compiled_call_impl is None
+            and not isinstance(layer, torch._dynamo.eval_frame.OptimizedModule)
+        ):
+            layer.compile(**({} if options is True else options))
 
 
 class DeviceCodes:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from . import steps_by_hand
-from .arguments import check_name, check_optim_dtype
+from .arguments import check_compile, check_name, check_optim_dtype
 from .call_site import call_site
 from .errors import ConfigError, ConfigTypeError
 from .host_placement import MODES as PIN_MODES
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_arguments(
-    model: object, optim_dtype: object, name: object, model_run_config: object, pin_model: object
+    model: object, optim_dtype: object, name: object, model_run_config: object, pin_model: object, compile: object
 ) -> RoundPipeRunConfig:
     """Raises for what cannot be wrapped; gives the configuration."""
     from .model import RoundPipe
@@ -37,6 +37,7 @@ def check_arguments(
     if pin_model not in PIN_MODES:
         raise ConfigError(f"pin_model={pin_model!r}: expected one of {', '.join(map(repr, PIN_MODES))}")
     check_optim_dtype(optim_dtype)
+    check_compile(compile)
     check_name(name)
     config = RoundPipeRunConfig() if model_run_config is None else model_run_config
     if not isinstance(config, RoundPipeRunConfig):

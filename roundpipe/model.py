@@ -13,6 +13,7 @@ from . import engine as engines
 from . import runs, spans
 from .arguments import check_bool, check_state_dict, keyword_arguments
 from .call_site import asked_by_user, caller_level
+from .compiled import compile_layers
 from .construction import check_arguments, claim_weights
 from .copying import contents, rebuild
 from .errors import ConfigError, ConfigTypeError
@@ -46,6 +47,8 @@ class RoundPipe(nn.Module):
             memory. "register": they stay where they are, and their memory is page-locked. "off": they stay where they
             are, pageable or mapped from a file, and go up through a few pinned buffers; a frozen model may be larger
             than the memory. "auto": the first of the three that fits, with a log line why.
+        compile: True: each layer is compiled (``layer.compile()``); a dict: with these options of ``torch.compile``.
+            Layers that are compiled already, and those made of modules of torch.nn alone, stay as they are.
 
     Attributes that the wrapper does not have are read, written and deleted on the wrapped model. Wrapping the same
     model again, as a notebook cell does that is run twice, ends the wrapper before: using that one is an error then.
@@ -62,15 +65,18 @@ class RoundPipe(nn.Module):
         name: str | None = None,
         model_run_config: RoundPipeRunConfig | None = None,
         pin_model: str = "alloc",
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         super().__init__()
-        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model)
+        config = check_arguments(model, optim_dtype, name, model_run_config, pin_model, compile)
         layers = layers_of(model)
         if asked_by_user():
             warn_of_one_layer(model)
         claim_weights(self, name, [(f"{i}.{n}", p) for i, x in enumerate(layers) for n, p in x.named_parameters()])
         with owners.released_on_failure(self):
             state = place(layers, optim_dtype, pin_model, self.name)
+            compile_layers(layers, compile)
+        self.__dict__["_compile"] = compile
         self._set_up(model, state, threading.RLock(), self.name, config)
 
     def _set_up(self, model: nn.Module, state: Any, lock: Any, name: str, config: RoundPipeRunConfig) -> None:
@@ -420,7 +426,7 @@ class RoundPipe(nn.Module):
 
     def _rebuild_arguments(self) -> dict[str, Any]:
         """What the constructor takes besides, for a copy."""
-        return {}
+        return {"compile": self._compile}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RoundPipe:
         made = memo[id(self)] = rebuild(contents(self, memo))

@@ -353,6 +353,25 @@ def where_weights_lie() -> None:
 
 
 @row
+def layers_may_be_compiled() -> None:
+    """RoundPipe(..., compile=False); True or a dict of options of torch.compile."""
+
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    graphs = []
+    for compile in (False, {"backend": lambda graph, inputs: graphs.append(graph) or graph.forward}):
+        assert not graphs
+        model = RoundPipe(nn.Sequential(nn.Linear(4, 4), Double()), compile=compile)
+        with torch.no_grad():
+            assert torch.equal(model(X), 2 * model.model[0](X))
+    assert graphs
+    with pytest.raises(TypeError, match="compile"):
+        RoundPipe(net(), compile="yes")
+
+
+@row
 def the_list_of_devices() -> None:
     """device.device_list: objects with .device, those of now."""
     from roundpipe import device

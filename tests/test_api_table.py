@@ -60,7 +60,14 @@ NOTHING = inspect.Parameter.empty
 SIGNATURES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (
         roundpipe.RoundPipe,
-        {"model": NOTHING, "optim_dtype": None, "name": None, "model_run_config": None, "pin_model": "alloc"},
+        {
+            "model": NOTHING,
+            "optim_dtype": None,
+            "name": None,
+            "model_run_config": None,
+            "pin_model": "alloc",
+            "compile": False,
+        },
     ),
     (
         roundpipe.RoundPipe.forward,

@@ -115,6 +115,80 @@ def test_compiled_layers_train(make: Callable[[], nn.Module], grain: str) -> Non
         oracle.assert_close_to_scale(got.grad, expected.grad, "gradient")
 
 
+class Backend:
+    """Of torch.compile: counts graphs and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+    def __deepcopy__(self, memo: Any) -> Backend:
+        return self
+
+
+@pytest.mark.parametrize("make", [nn.Sequential, wrap_model_to_roundpipe])
+def test_the_wrapper_compiles_the_layers(make: Any) -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    torch.manual_seed(0)
+    own, theirs = Backend(), Backend()
+    layers = [nn.Linear(4, 8), Own(), Own(), nn.Linear(8, 2)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    layers[2].compile(backend=theirs)
+    names = list(plain.state_dict())
+    options = {"backend": own, "fullgraph": True}
+    if make is nn.Sequential:
+        wrapped = RoundPipe(nn.Sequential(*layers), compile=options)
+    else:
+        wrapped = wrap_model_to_roundpipe(nn.Sequential(*layers), compile=options)
+    assert list(wrapped.state_dict()) == names
+    for model in (wrapped, copy.deepcopy(wrapped)):
+        before = own.graphs
+        x = torch.randn(6, 4)
+        loss = model.forward_backward(
+            (x,), loss_fn=lambda out, _: out.square().sum(), run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
+        assert own.graphs > before
+        plain.zero_grad()
+        want = plain(x).square().sum()
+        want.backward()
+        oracle.assert_close_to_scale(loss, want.detach(), "loss")
+        model.synchronize()
+        for got, expected in zip(model.model.parameters(), plain.parameters(), strict=True):
+            oracle.assert_close_to_scale(got.grad, expected.grad, "gradient")
+        torch._dynamo.reset()
+    assert theirs.graphs > 0
+
+
+def test_parts_of_a_tree_are_compiled() -> None:
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:1")
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), Own()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) + x)
+
+    backend, tower, x = Backend(), Tower(), torch.randn(4, 8)
+    want = tower(x).sum()
+    model = wrap_model_to_roundpipe(tower, lower_threshold=1, upper_threshold=0, compile={"backend": backend})
+    assert isinstance(model, AutoRoundPipe)
+    oracle.assert_close_to_scale(model(x).sum(), want, "output")
+    assert backend.graphs >= 1  # of the part that is not of torch.nn
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None, {1: 2}])
+def test_compile_takes_a_bool_or_options(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"compile=.*expected True, False, or a dict of options of torch.compile"):
+        RoundPipe(nn.Linear(2, 2), compile=value)
+
+
 def test_what_cannot_be_followed_is_refused_and_what_is_foreign_left_alone() -> None:
     layer, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     foreign = torch.compile(torch.sin, backend="eager")
