@@ -172,3 +172,20 @@ def test_gradient_checkpointing_is_switched_off(preset, caplog):
     model.synchronize()
     for (name, parameter), other in zip(hf_model.named_parameters(), plain.parameters(), strict=True):
         assert_close(parameter.grad, other.grad, name)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected")
+def test_blocks_are_compiled_and_compute_the_same():
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    batch = make_batch(padding="left")
+    plain, hf_model = make_model("qwen3", "sdpa", tied=True), make_model("qwen3", "sdpa", tied=True)
+    graphs = []
+    options = {"backend": lambda graph, inputs: graphs.append(graph) or graph.forward}
+    model = wrap_model_to_roundpipe(hf_model, compile=options)
+    wanted = plain_loss_and_backward(plain, batch)
+    assert_close(forward_backward(model, batch), wanted, "loss")
+    model.synchronize()
+    assert graphs
+    for (name, got), (_, want) in zip(hf_model.named_parameters(), plain.named_parameters(), strict=True):
+        assert_close(got.grad, want.grad, name)

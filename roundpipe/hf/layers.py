@@ -50,7 +50,14 @@ RouterLogits = tuple[tuple[Tensor, ...], ...]
 LayerState = tuple[Tensor, tuple[Tensor, ...], RouterLogits, CallPlan]
 
 
-class PrefixLayer(nn.Module):
+class _RunsTheModel(nn.Module):
+    """Runs the model's own forward with stubs in the places of blocks, which torch.compile cannot follow."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Stays as it is. The blocks are where the time goes."""
+
+
+class PrefixLayer(_RunsTheModel):
     """All that comes before the first block. Takes the arguments of the model's own forward and `return_logits`."""
 
     def __init__(
@@ -161,7 +168,7 @@ class _NoLogits(nn.Module):
         return PendingLogits.of(hidden_states, self._vocabulary)
 
 
-class HeadLayer(nn.Module):
+class HeadLayer(_RunsTheModel):
     """All that comes after the last block: final norm, output projection and, with labels, the model's own loss."""
 
     def __init__(
