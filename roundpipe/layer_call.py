@@ -113,8 +113,10 @@ def _drop(_: torch.Tensor) -> None:
 @uncompiled
 def _unavailable(_: Any) -> torch.Tensor:
     raise RuntimeError(
-        "a layer ran a backward pass inside its own forward while that forward keeps nothing because it will be "
-        "recomputed; compute such inner gradients in the last (fused) stage or detach them."
+        "backward needs what a layer's forward has not kept, because that forward is repeated when its own turn comes. "
+        "Either the loss uses a tensor that the layer left in an attribute, or elsewhere: let it return that with "
+        "its output. Or a layer ran a backward pass inside its own forward: compute such inner gradients in the last "
+        "(fused) stage, or detach them."
     )
 
 

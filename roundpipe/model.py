@@ -222,8 +222,10 @@ class RoundPipe(nn.Module):
         self._check_own(optimizer)
         scaler = kwargs.pop("scaler", None)
         if args or kwargs or not (scaler is None or isinstance(scaler, GradScaler)):
+            given = f" (got scaler={type(scaler).__module__}.{type(scaler).__name__})" if scaler is not None else ""
             raise ConfigTypeError(
-                "step(): arguments belong to a step function; a compact optimizer takes only scaler=, a GradScaler"
+                "step(): arguments belong to a step function; a compact optimizer takes only scaler=, a "
+                f"roundpipe.GradScaler{given}"
             )
         with spans.span("call", "step"):
             optimizer.step(is_async=is_async, scaler=scaler)

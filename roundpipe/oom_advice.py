@@ -123,7 +123,13 @@ class OomAdvisor:
                 "what is needed."
             )
         if remedies:
-            lines.append("What helps, with the predicted peak of the fullest device, in the order to try:")
+            none_fits = all(remedy.fits is False for remedy in remedies)
+            lines.append(
+                "None of these is enough by itself, by the predicted peak of the fullest device. If all are not "
+                "either, split the layer, or give a shorter sequence:"
+                if none_fits
+                else "What helps, with the predicted peak of the fullest device, in the order to try:"
+            )
             lines += [f"  {remedy}" for remedy in remedies]
         else:
             lines.append(

@@ -22,7 +22,7 @@ from roundpipe.replica import LayerReplica
 from . import oracle
 from .faults import Trapped, five_layer_plan, trapped_model
 from .model_zoo import Residual
-from .plans import random_fused_plan
+from .plans import one_layer_stages, random_fused_plan
 from .test_model_calls import both, config, four, square
 
 
@@ -533,3 +533,22 @@ def test_a_loss_may_use_some_outputs_and_the_callers_own_tensors() -> None:
     wrapped.synchronize()
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_a_loss_from_what_a_layer_left_in_an_attribute_says_what_to_do() -> None:
+    class Leaves(nn.Linear):
+        aux: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            self.aux = out.square().mean()
+            return out
+
+    layers = [Leaves(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = RoundPipe(nn.Sequential(*layers))
+    one_each = RoundPipeRunConfig(num_microbatch=1, execute_plan=one_layer_stages(3))
+    with pytest.raises(StageError, match=r"tensor that the layer left in an attribute.*return that with its output"):
+        model.forward_backward(
+            (torch.ones(2, 4),), loss_fn=lambda out, _: out.sum() + layers[0].aux, run_config=one_each
+        )
+        model.synchronize()

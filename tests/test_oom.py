@@ -257,6 +257,21 @@ def test_what_cannot_help_is_not_named() -> None:
     assert caught.value.remedies == ()
 
 
+def test_what_is_not_enough_is_not_said_to_help() -> None:
+    """The layer's own activations are too large with one row."""
+    roundpipe.use_devices("host:1@2MiB")
+    wide = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model = RoundPipe(nn.Sequential(wide))
+    with pytest.raises(DeviceOutOfMemory, match=r"(?s)None of these is enough by itself.*does not fit yet") as caught:
+        model.forward_backward(
+            (torch.randn(2, 1024, 64),),
+            loss_fn=lambda output, _: output.square().sum(),
+            run_config=RoundPipeRunConfig(num_microbatch=1),
+        )
+    assert "What helps" not in str(caught.value)
+    assert caught.value.remedies and not any(remedy.fits for remedy in caught.value.remedies)
+
+
 def test_a_layer_whose_course_depends_on_values_gets_advice_too() -> None:
     class Chooses(nn.Module):
         def __init__(self) -> None:
