@@ -324,7 +324,7 @@ def _in_float32(output: Any) -> Any:
 
 def _refuse(args: transformers.TrainingArguments) -> None:
     for name, remedy in (
-        ("torch_compile", "leave it out"),
+        ("torch_compile", 'leave it out, and give roundpipe_kwargs={"compile": True}'),
         ("fsdp", "RoundPipe streams the model itself"),
         ("deepspeed", "RoundPipe streams the model itself"),
         ("fp16_full_eval", "it would cast the weights that are trained; fp16=True evaluates in float16 by autocast"),
