@@ -5,9 +5,8 @@ Such are steps taken by hand, and one in the step function of another model that
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,15 +59,9 @@ def watched(function: Callable[[], Any], state: TrainingState) -> Callable[[], A
 
 
 def _run_watched(function: Callable[[], Any], others: list[TrainingState]) -> None:
-    with _watching(others):
-        function()
-
-
-@contextlib.contextmanager
-def _watching(others: list[TrainingState]) -> Iterator[None]:
     _others[:] = others
     try:
-        yield
+        function()
     finally:
         _others.clear()
 

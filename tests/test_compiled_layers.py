@@ -83,6 +83,12 @@ def plain_twin(layer: nn.Module) -> nn.Module:
     return copy.deepcopy(layer)
 
 
+def assert_same_gradients(wrapped: RoundPipe, plain: nn.Module) -> None:
+    wrapped.synchronize()
+    for got, expected in zip(wrapped.model.parameters(), plain.parameters(), strict=True):
+        oracle.assert_close_to_scale(got.grad, expected.grad, "gradient")
+
+
 @pytest.mark.parametrize(
     ("make", "grain"),
     [
@@ -110,9 +116,7 @@ def test_compiled_layers_train(make: Callable[[], nn.Module], grain: str) -> Non
         want = plain(x).square().sum()
         want.backward()
         oracle.assert_close_to_scale(loss, want.detach(), "loss")
-    wrapped.synchronize()
-    for got, expected in zip(wrapped.model.parameters(), plain.parameters(), strict=True):
-        oracle.assert_close_to_scale(got.grad, expected.grad, "gradient")
+    assert_same_gradients(wrapped, plain)
 
 
 class Backend:
@@ -156,9 +160,7 @@ def test_the_wrapper_compiles_the_layers(make: Any) -> None:
         want = plain(x).square().sum()
         want.backward()
         oracle.assert_close_to_scale(loss, want.detach(), "loss")
-        model.synchronize()
-        for got, expected in zip(model.model.parameters(), plain.parameters(), strict=True):
-            oracle.assert_close_to_scale(got.grad, expected.grad, "gradient")
+        assert_same_gradients(model, plain)
         torch._dynamo.reset()
     assert theirs.graphs > 0
 

@@ -31,7 +31,7 @@ class ColdFile {
   }
   ~ColdFile() { munmap(base_, bytes_); }
   const char* data() const { return static_cast<const char*>(base_); }
-  bool resident(std::size_t offset) const {
+  bool resident(std::size_t offset) const {  // of a page
     unsigned char page = 0;
     EXPECT_EQ(mincore(static_cast<char*>(base_) + offset, 1, &page), 0);
     return (page & 1) != 0;
