@@ -20,21 +20,24 @@ SIZES = dict(
     pad_token_id=None,
 )
 CONFIGS = {
-    "llama": lambda **kw: transformers.LlamaConfig(**SIZES, **kw),
-    "qwen3": lambda **kw: transformers.Qwen3Config(**SIZES, head_dim=16, **kw),
+    "llama": lambda **kw: transformers.LlamaConfig(**kw),
+    "qwen3": lambda **kw: transformers.Qwen3Config(head_dim=16, **kw),
     "qwen2": lambda **kw: transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1, **kw
+        use_sliding_window=True, sliding_window=4, max_window_layers=1, **kw
     ),
-    "mistral": lambda **kw: transformers.MistralConfig(**SIZES, sliding_window=5, **kw),
+    "mistral": lambda **kw: transformers.MistralConfig(sliding_window=5, **kw),
     "gemma2": lambda **kw: transformers.Gemma2Config(
-        **SIZES, head_dim=8, sliding_window=4, query_pre_attn_scalar=8, final_logit_softcapping=3.0, **kw
+        head_dim=8, sliding_window=4, query_pre_attn_scalar=8, final_logit_softcapping=3.0, **kw
+    ),
+    "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **kw
     ),
 }
 
 
-def make_model(family: str, attention: str = "eager", tied: bool = False, seed: int = 0) -> nn.Module:
+def make_model(family: str, attention: str = "eager", tied: bool = False, seed: int = 0, **sizes) -> nn.Module:
     torch.manual_seed(seed)
-    config = CONFIGS[family](tie_word_embeddings=tied)
+    config = CONFIGS[family](**(SIZES | sizes), tie_word_embeddings=tied)
     config._attn_implementation = attention
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # norm weights start at one, which would hide a norm left out

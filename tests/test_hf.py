@@ -157,7 +157,7 @@ def test_replicas_in_threads_do_not_meet():
 
 def test_dropout_follows_train_and_eval():
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](attention_dropout=0.5))
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](**SIZES, attention_dropout=0.5))
     sequential = causal_lm_to_sequential(model)
     batch = make_batch()
     sequential.train()

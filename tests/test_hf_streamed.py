@@ -175,16 +175,37 @@ def test_gradient_checkpointing_is_switched_off(preset, caplog):
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
-def test_blocks_are_compiled_and_compute_the_same():
+@pytest.mark.parametrize("blocks", [3, 10])
+def test_blocks_are_compiled_once_and_compute_the_same(blocks):
     torch._dynamo.reset()
     roundpipe.use_devices("host:2")
     batch = make_batch(padding="left")
-    plain, hf_model = make_model("qwen3", "sdpa", tied=True), make_model("qwen3", "sdpa", tied=True)
+    plain, hf_model = (make_model("qwen3", "sdpa", tied=True, num_hidden_layers=blocks) for _ in range(2))
     graphs = []
     options = {"backend": lambda graph, inputs: graphs.append(graph) or graph.forward}
     model = wrap_model_to_roundpipe(hf_model, compile=options)
     wanted = plain_loss_and_backward(plain, batch)
-    assert_close(forward_backward(model, batch), wanted, "loss")
+    for _ in range(2):
+        assert_close(forward_backward(model, batch), wanted, "loss")
+        model.synchronize()
+    assert 0 < len(graphs) <= 4, "one with a graph for autograd and one without, on each of two devices"
+    for (name, got), (_, want) in zip(hf_model.named_parameters(), plain.named_parameters(), strict=True):
+        assert_close(got.grad, 2 * want.grad, name)
+
+
+def test_blocks_with_experts_are_compiled_and_replay_their_routes():
+    torch._dynamo.reset()
+    roundpipe.use_devices("host:2")
+    batch = make_batch(padding="left") | dict(output_router_logits=True)
+    plain, hf_model = make_model("qwen3_moe", "sdpa"), make_model("qwen3_moe", "sdpa")
+    graphs = []
+    options = {"backend": lambda graph, inputs: graphs.append(graph) or graph.forward}
+    model = wrap_model_to_roundpipe(hf_model, compile=options)
+    config = RoundPipeRunConfig(num_microbatch=1, recompute_grain="layer")
+    loss = model.forward_backward(input_kwargs=batch, loss_fn=lambda output, _: output.loss, run_config=config)
+    wanted = plain(**batch).loss
+    wanted.backward()
+    assert_close(loss, wanted.detach(), "loss")
     model.synchronize()
     assert graphs
     for (name, got), (_, want) in zip(hf_model.named_parameters(), plain.named_parameters(), strict=True):

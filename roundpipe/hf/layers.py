@@ -136,6 +136,12 @@ class BlockLayer(nn.Module):
         self._index = index
         self._routes: bool | None = None  # whether this block chooses experts; a fact, the same from every thread
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the block. What is around it here differs from block to block and from call to call, and would be
+        compiled anew for each."""
+        if self.block._compiled_call_impl is None:
+            self.block.compile(*args, **kwargs)
+
     def forward(self, state: LayerState) -> LayerState:
         """The state with this block's hidden state; constants and plan are passed on as they are."""
         hidden, constants, router_logits, plan = state
